@@ -25,9 +25,8 @@ def main(store: Path, prompts: list[str]) -> None:
         samplers = [TokenSampler(language.defaults, prompt) for prompt in tokens]
         texts = [language.text(prompt=prompt, context=prompt) for prompt in tokens]
 
-        joined = runner.join(tokens)  # prefill: each layer once for all prompts
-        place = {each.number: at for at, each in enumerate(joined)}
-        logits = {each.number: each.logits_V for each in joined}
+        logits = runner.join(tokens)  # prefill: each layer once for all prompts
+        place = {number: at for at, number in enumerate(logits)}
         written = [""] * len(prompts)
         for _ in range(TOKENS):
             chosen = {number: samplers[place[number]](row) for number, row in logits.items()}

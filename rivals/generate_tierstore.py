@@ -25,8 +25,8 @@ class _Sequences:
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         joined = self._runner.join(prompts)
-        self._numbers = [one.number for one in joined]
-        return [int(one.logits_V.argmax()) for one in joined]
+        self._numbers = list(joined)
+        return [int(logits_V.argmax()) for logits_V in joined.values()]
 
     def step(self, tokens: Sequence[int]) -> list[int]:
         logits = self._runner.step(dict(zip(self._numbers, tokens, strict=True)))

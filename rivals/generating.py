@@ -231,10 +231,10 @@ def serve_load(
         if waiting and room:
             joining = [waiting.popleft() for _ in range(min(room, len(waiting)))]
             joined = runner.join([one.prompt for one in joining])
-            for request, made in zip(joining, joined, strict=True):
+            for request, number in zip(joining, joined, strict=True):
                 request.last = clock() - begun
                 found.first_token_s.append(request.last - request.arrived)
-                running[made.number] = request
+                running[number] = request
         elif running:
             runner.step({number: request.rest.popleft() for number, request in running.items()})
             for number, request in [*running.items()]:

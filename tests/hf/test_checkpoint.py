@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tierstore.errors import DataError, TierstoreError
-from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorReader, read_header
+from tierstore.hf.checkpoint import Checkpoint, TensorReader, read_header
 from tierstore.hf.describing import describe_config, read_config
 from tierstore.hf.manifest import Manifest
 from tierstore.hf.matching import match
@@ -41,12 +41,11 @@ def test_tensors_and_their_bytes(tmp_path: Path) -> None:
         "c": (),
         "d": (4, 1),
     }
-    window = ReadWindow()
     with TensorReader() as reader:
         for name, info in header.items():
-            raw = reader.read(info, 0, info.nbytes, window)
+            raw = reader.read(info, 0, info.nbytes)
             assert raw.tobytes() == tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        part = reader.read(header["a"], 12, 24, window)
+        part = reader.read(header["a"], 12, 24)
         assert part.copy().view(np.float32).tolist() == [3, 4, 5]
 
 
@@ -168,14 +167,11 @@ def test_any_range_is_read_whatever_its_alignment(
     }
     path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
     write(path, tensors)
-    window = ReadWindow()
     with TensorReader() as reader:
         for name, info in read_header(path).items():
             begin = data.draw(st.integers(0, info.nbytes))
             end = data.draw(st.integers(begin, info.nbytes))
-            assert (
-                reader.read(info, begin, end, window).tobytes() == tensors[name][begin:end].numpy().tobytes()
-            )
+            assert reader.read(info, begin, end).tobytes() == tensors[name][begin:end].numpy().tobytes()
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
@@ -184,7 +180,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     info = read_header(path)["a"]
     os.truncate(path, 50_000)
     with TensorReader() as reader, pytest.raises(DataError, match="truncated while it was read: tensor 'a'"):
-        reader.read(info, 0, info.nbytes, ReadWindow())
+        reader.read(info, 0, info.nbytes)
 
 
 def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +212,7 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
         with monkeypatch.context() as patched, TensorReader() as reader:
             for name, function in patches.items():
                 patched.setattr(os, name, function)
-            assert reader.read(info, 0, 24, ReadWindow()).tobytes() == _SMALL["a"].numpy().tobytes()
+            assert reader.read(info, 0, 24).tobytes() == _SMALL["a"].numpy().tobytes()
             assert "O_DIRECT: Invalid argument" in reader.direct_reason
 
 

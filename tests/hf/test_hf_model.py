@@ -11,8 +11,9 @@ from launcher import Ranks
 from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 
 from tierstore.errors import StoreFormatError
+from tierstore.hf.describing import parse_config
 from tierstore.hf.experts import experts_modules
-from tierstore.hf.loading import build_module, parse_config
+from tierstore.hf.loading import build_module
 from tierstore.hf.model import HfModel
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import IGNORED, Batch

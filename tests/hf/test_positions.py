@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tiny_families import make_config
 
-from tierstore.hf.describing import cached_positions, text_positions
-from tierstore.hf.loading import parse_config
+from tierstore.hf.describing import cached_positions, parse_config, text_positions
 
 _FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 

@@ -15,7 +15,6 @@ from raced_model import drop_page_cache, read_ahead_bytes, read_ahead_of, vocabu
 from served_stores import store_of
 
 from tierstore.errors import CapabilityError, ConfigError
-from tierstore.serve.batch import Joined
 
 
 def workload(batch: int = 2) -> Workload:
@@ -87,14 +86,14 @@ class FakeRunner:
     def numbers(self) -> tuple[int, ...]:
         return tuple(self._running)
 
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+    def join(self, prompts: Sequence[Sequence[int]]) -> dict[int, torch.Tensor]:
         self.now += 2.0
         first, self._joined = self._joined, self._joined + len(prompts)
         self._running.update(range(first, self._joined))
         self.most = max(self.most, len(self._running))
-        return [Joined(number, torch.zeros(1)) for number in range(first, self._joined)]
+        return {number: torch.zeros(1) for number in range(first, self._joined)}
 
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[int, torch.Tensor]:
         raise AssertionError("no pass fails")
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, torch.Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tierstore.errors import BudgetError, ChecksumError, DataError
 from tierstore.machine import MemoryAccount
-from tierstore.serve.batch import Joined
 from tierstore.serve.engine import ModelCounts, Running
 from tierstore.serve.language import Language
 from tierstore.serve.sampling import SamplingOptions
@@ -66,20 +65,20 @@ class FakeRunner:
     def numbers(self) -> tuple[int, ...]:
         return tuple(self.sequences)
 
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
+    def join(self, prompts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         if len(self.sequences) + len(prompts) > self._room:
             raise BudgetError(f"room for {self._room} sequences")
         self._pass("join", [list(prompt) for prompt in prompts])
-        joined = []
+        joined = {}
         for prompt in prompts:
             self.sequences[self._next] = list(prompt)
             self._first[self._next] = len(prompt)
-            joined.append(Joined(self._next, self._logits(self._next)))
+            joined[self._next] = self._logits(self._next)
             self._next += 1
         return joined
 
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        (joined,) = self.join([[*prompt, *tokens]])
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[int, Tensor]:
+        (joined,) = self.join([[*prompt, *tokens]]).items()
         return joined
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:

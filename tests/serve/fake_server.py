@@ -65,7 +65,7 @@ def prepared(
 
     with (
         listen("127.0.0.1", 0) as bound,
-        ServingEngine(opening, sequences=room, limits=limits, watcher=metrics) as engine,
+        ServingEngine(opening, sequences=room, limits=limits, metrics=metrics) as engine,
     ):
         metrics.show(engine)
         while opens is None and not engine.opened:

@@ -10,8 +10,9 @@ import torch
 from tiny_families import FusedExperts, copy_dense, make_config, plain_model
 from torch import Tensor
 
+from tierstore.hf.describing import parse_config
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind
-from tierstore.hf.loading import build_module, parse_config
+from tierstore.hf.loading import build_module
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.transformer import Transformer
 from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, InMemoryExperts
@@ -63,9 +64,6 @@ class MemoryExperts:
     @property
     def late_prefetch_bytes(self) -> int:
         return 0
-
-    def describe(self) -> list[str]:
-        return []
 
 
 class Served:
@@ -133,8 +131,7 @@ def greedy(
     runner: BatchRunner, prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[list[int], Tensor]]:
     """For each prompt ``count`` tokens and the logits (count, V) that they were chosen by; all leave."""
-    joined = runner.join(prompts)
-    found: dict[int, list[Tensor]] = {each.number: [each.logits_V] for each in joined}
+    found = {number: [logits_V] for number, logits_V in runner.join(prompts).items()}
     for _ in range(count - 1):
         tokens = {number: int(logits[-1].argmax()) for number, logits in found.items()}
         for number, logits_V in runner.step(tokens).items():

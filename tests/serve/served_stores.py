@@ -27,6 +27,7 @@ from tierstore.model.store_schema import expert_key
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
+from tierstore.serve.experts.slotted import SlottedExperts
 from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.store.format import Group
 from tierstore.timeline import TimelineSink
@@ -220,6 +221,13 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
         yield key
     finally:
         flip()
+
+
+def memory_choice(parts: ServedParts) -> str:
+    """What the device holds now, and why."""
+    assert isinstance(parts.experts, SlottedExperts)
+    assert parts.experts.choice is not None
+    return parts.experts.choice.describe()
 
 
 def leases(parts: ServedParts, layer: int, experts: Sequence[int]) -> list[int]:

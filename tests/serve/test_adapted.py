@@ -9,7 +9,7 @@ import pytest
 import torch
 from lora_cases import batch, quiet_peft, session, take
 from refusals import refuses
-from served_stores import least_budget, serving, store_of
+from served_stores import least_budget, memory_choice, serving, store_of
 from test_reading import fingerprint
 
 from tierstore.errors import ConfigError
@@ -88,4 +88,4 @@ def test_a_ring_is_refused_where_experts_have_pairs(tmp_path: Path) -> None:
         asked = {"host_budget": 64 << 20, "ring.memory": "ring", "ring.layers": 1}
         with open_served(serving(store, asked)) as parts:
             parts.experts.begin(ServingPhase.DECODE, 1)
-            assert parts.experts.describe() == ["experts on the device: ring (as configured)"]
+            assert memory_choice(parts) == "experts on the device: ring (as configured)"

@@ -41,7 +41,7 @@ def test_one_layer_leases_an_expert_once(kind: type[BatchRunner]) -> None:
     joined = runner.join(drawn((4, 4), vocabulary=61))
     assert [layer for layer, _ in served.experts.asked] == [0, 1]
     served.experts.asked.clear()
-    runner.step({each.number: 5 for each in joined})
+    runner.step(dict.fromkeys(joined, 5))
     assert [layer for layer, _ in served.experts.asked] == [0, 1]
     assert all(2 <= len(experts) <= 4 for _, experts in served.experts.asked)
     assert served.experts.begun == [(ServingPhase.PREFILL, 8), (ServingPhase.DECODE, 2)]
@@ -61,7 +61,7 @@ def test_some_of_the_batch_goes_on(kind: type[BatchRunner]) -> None:
     prompts = drawn((6, 3, 9), vocabulary=61)
     together = greedy(served.runner(kind), prompts, 4)
     runner = served.runner(kind)
-    found = {each.number: [each.logits_V] for each in runner.join(prompts)}
+    found = {number: [logits_V] for number, logits_V in runner.join(prompts).items()}
     for part in ((0,), (1, 2), (0, 2), (0, 1), (1,), (2,)):
         logits = runner.step({number: int(found[number][-1].argmax()) for number in part})
         assert set(logits) == set(part)
@@ -79,23 +79,23 @@ def test_after_an_error_the_others_are_as_before(kind: type[BatchRunner]) -> Non
     prompts = drawn((5, 7, 4), vocabulary=61)
     expected = greedy(served.runner(kind), prompts[:1], 4)[0][1]
     runner = served.runner(kind)
-    (first,) = runner.join(prompts[:1])
-    found = [first.logits_V]
+    ((first, logits_V),) = runner.join(prompts[:1]).items()
+    found = [logits_V]
 
     def step(also: dict[int, int]) -> None:
-        found.append(runner.step({first.number: int(found[-1].argmax())} | also)[first.number])
+        found.append(runner.step({first: int(found[-1].argmax())} | also)[first])
 
     step({})
     served.experts.failing = (1, ChecksumError("expert 3"))
     with pytest.raises(ChecksumError):
         runner.join(prompts[1:])
-    assert runner.numbers == (first.number,)
+    assert runner.numbers == (first,)
     step({})
     (second, third) = runner.join(prompts[1:])
     served.experts.failing = (1, ChecksumError("expert 3"))
     with pytest.raises(ChecksumError):
-        runner.step({second.number: 1, third.number: 2})
-    assert runner.numbers == (first.number,)
+        runner.step({second: 1, third: 2})
+    assert runner.numbers == (first,)
     step({})
     torch.testing.assert_close(torch.stack(found), expected)
     if kind is InvariantRunner:
@@ -115,16 +115,15 @@ def test_a_sequence_that_had_left_goes_on(kind: type[BatchRunner]) -> None:
     (prompt, other) = drawn((6, 3), vocabulary=61)
     tokens, expected = greedy(served.runner(kind), [prompt], 9)[0]
     runner = served.runner(kind)
-    (joined, beside) = (runner.join([each])[0] for each in (prompt, other))
+    (joined, beside) = (next(iter(runner.join([each]))) for each in (prompt, other))
     served.experts.failing = (1, ChecksumError("expert 3"))
     with pytest.raises(ChecksumError):
-        runner.step({joined.number: tokens[0], beside.number: 1})
-    found = []
-    resumed = runner.resume(prompt, tokens[:4])
+        runner.step({joined: tokens[0], beside: 1})
+    resumed, logits_V = runner.resume(prompt, tokens[:4])
     runner.resume(other, [1])
-    found.append(resumed.logits_V)
+    found = [logits_V]
     for token in tokens[4:8]:
-        found.append(runner.step({resumed.number: token})[resumed.number])
+        found.append(runner.step({resumed: token})[resumed])
     torch.testing.assert_close(torch.stack(found), expected[4:])
     if kind is InvariantRunner:
         assert torch.equal(torch.stack(found), expected[4:])
@@ -148,10 +147,10 @@ def test_what_is_refused_changes_nothing(kind: type[BatchRunner]) -> None:
         runner.join([[1, 61]])
     (joined,) = runner.join(drawn((7,), vocabulary=61))
     with refuses(ValueError, "token -1:", "0 to 60"):
-        runner.step({joined.number: -1})
-    runner.step({joined.number: 3})
+        runner.step({joined: -1})
+    runner.step({joined: 3})
     with refuses(BudgetError, "batch.context:", "sequence 0", 8):
-        runner.step({joined.number: 3})
+        runner.step({joined: 3})
     assert runner.numbers == (0,)
     runner.leave(0)
     assert runner.numbers == ()
@@ -203,9 +202,9 @@ class _Interleaved:
     def _join(self, count: int) -> None:
         lengths = [self._random.choice((1, 2, 3, 5, 8)) for _ in range(count)]
         prompts = drawn(lengths, vocabulary=61, seed=self._random.randrange(6))
-        for joined, prompt in zip(self.runner.join(prompts), prompts, strict=True):
-            self.prompts[joined.number] = prompt
-            self.logits[joined.number] = [joined.logits_V]
+        for (number, logits_V), prompt in zip(self.runner.join(prompts).items(), prompts, strict=True):
+            self.prompts[number] = prompt
+            self.logits[number] = [logits_V]
 
 
 def _alone(served: Served, prompt: list[int], count: int, known: dict[tuple[int, ...], Tensor]) -> Tensor:
@@ -271,14 +270,12 @@ def test_joined_between_steps(family: str) -> None:
     plain, served = wrapped(family)
     prompts = drawn((5, 9, 3))
     runner = served.runner(BatchRunner)
-    (first,) = runner.join(prompts[:1])
-    found = {first.number: [first.logits_V]}
+    found = {number: [logits_V] for number, logits_V in runner.join(prompts[:1]).items()}
     for waiting in ([], [prompts[1], prompts[2]], [], []):
         tokens = {number: int(each[-1].argmax()) for number, each in found.items()}
         for number, logits_V in runner.step(tokens).items():
             found[number].append(logits_V)
-        for joined in runner.join(waiting) if waiting else []:
-            found[joined.number] = [joined.logits_V]
+        found.update({number: [logits_V] for number, logits_V in runner.join(waiting).items()})
     assert runner.numbers == tuple(found)
     for prompt, logits in zip(prompts, found.values(), strict=True):
         ((expected, bits),) = generated(plain, [prompt], len(logits))
@@ -292,7 +289,7 @@ def test_leaving_changes_nobody(family: str) -> None:
     plain, served = wrapped(family)
     prompts = drawn((20, 4, 6))
     runner = served.runner(BatchRunner)
-    found = {each.number: [each.logits_V] for each in runner.join(prompts)}
+    found = {number: [logits_V] for number, logits_V in runner.join(prompts).items()}
     for leaving in (None, 0, None):
         if leaving is not None:
             runner.leave(leaving)
@@ -350,7 +347,7 @@ def test_each_sequence_is_guessed_as_it_is_alone(
         listener.take()
         found = []
         for token in tokens[number]:
-            runner.step({joined.number: token})
+            runner.step({joined: token})
             found.append(listener.take())
         return found
 

@@ -47,7 +47,7 @@ def test_an_interrupt_while_the_model_opens() -> None:
             yield running
         closed.set()
 
-    engine = ServingEngine(opened, sequences=2, limits=LimitsConfig(), watcher=ServerMetrics())
+    engine = ServingEngine(opened, sequences=2, limits=LimitsConfig(), metrics=ServerMetrics())
     threading.Timer(0.05, opens.set).start()
     with pytest.raises(KeyboardInterrupt), engine:
         raise KeyboardInterrupt
@@ -130,7 +130,7 @@ def test_an_engine_ends_with_a_rank(busy: bool) -> None:
         limits, metrics = LimitsConfig(), ServerMetrics()
         with (
             refuses(PeerError, "rank 1 failed"),
-            ServingEngine(opened, sequences=2, limits=limits, watcher=metrics) as engine,
+            ServingEngine(opened, sequences=2, limits=limits, metrics=metrics) as engine,
         ):
             if busy:
                 asked = engine.submit(request(8))

@@ -27,8 +27,7 @@ from tierstore.moe.source import ExpertSourceRef
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.layout import Layout
 from tierstore.serve.opening import open_runner, open_served
-from tierstore.serve.passes import JointPasses
-from tierstore.serve.ranks import ServedRanks
+from tierstore.serve.passes import JointPasses, ServedRanks
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 
@@ -48,8 +47,8 @@ def answers(mesh: Mesh | None, store: Path, settings: Settings) -> Found | None:
         found: Found = {}
 
         def join(*lengths: int) -> None:
-            for each in runner.join(drawn(lengths, vocabulary=61, seed=len(found))):
-                found[each.number] = [each.logits_V]
+            joined = runner.join(drawn(lengths, vocabulary=61, seed=len(found)))
+            found.update({number: [logits_V] for number, logits_V in joined.items()})
 
         def step(*numbers: int) -> None:
             tokens = {number: int(found[number][-1].argmax()) for number in numbers}
@@ -65,8 +64,8 @@ def answers(mesh: Mesh | None, store: Path, settings: Settings) -> Found | None:
         step(3)
         join(2)
         step(1, 3, 4)
-        again = runner.resume([5, 6], [7])
-        found[again.number] = [again.logits_V]
+        again, logits_V = runner.resume([5, 6], [7])
+        found[again] = [logits_V]
         runner.idle()
         runner.end()
         return found
@@ -158,7 +157,7 @@ def dying(mesh: Mesh, store: Path) -> str:
             runner.follow()
         first, _ = runner.join(drawn((3, 4), vocabulary=61))
         with pytest.raises(PeerError) as error:
-            runner.step({first.number: 1})
+            runner.step({first: 1})
         return str(error.value)
 
 

@@ -63,8 +63,8 @@ class _Batch:
         self.logits: dict[int, list[Tensor]] = {}
 
     def join(self, *prompts: Sequence[int]) -> None:
-        for joined in self.runner.join(prompts):
-            self.logits[joined.number] = [joined.logits_V]
+        joined = self.runner.join(prompts)
+        self.logits.update({number: [logits_V] for number, logits_V in joined.items()})
 
     def step(self) -> None:
         chosen = {number: int(self.logits[number][-1].argmax()) for number in self.runner.numbers}
@@ -92,7 +92,7 @@ def _alone(served: Served, prompt: Sequence[int], steps: int) -> list[tuple[int,
     served.experts.asked.clear()
     token = prompt[-1]
     for _ in range(1 + steps):
-        token = int(runner.step({joined.number: token})[joined.number].argmax())
+        token = int(runner.step({joined: token})[joined].argmax())
     return [experts for _, experts in served.experts.asked]
 
 

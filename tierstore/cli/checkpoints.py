@@ -117,7 +117,7 @@ def _describe(plan: ImportPlan, account: MemoryAccount, store: Path, output: Out
     for note in plan.notes:
         output.line(note)
     output.announce(account)
-    each = " for each rank" if plan.ranks > 1 else ""
+    each = " for each rank" if plan.state.ranks > 1 else ""
     frozen = manifest.weights.value == "frozen"
     if manifest.codes is not None:
         output.line(f"experts are quantised to {manifest.codes.value}, for forward passes only")

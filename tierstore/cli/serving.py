@@ -390,7 +390,7 @@ def serve(
             lambda: open_running(served, mesh, trace=record_trace, timeline=timeline),
             sequences=served.batch.sequences,
             limits=served.limits,
-            watcher=metrics,
+            metrics=metrics,
             log=log.write,
         )
         stack.enter_context(engine)

@@ -25,11 +25,11 @@ from torch.nn import functional
 from tierstore.dense import UnitLayout
 from tierstore.deploy.records import Method
 from tierstore.deploy.teacher import Teacher
-from tierstore.errors import ConfigError, StoreFormatError
+from tierstore.errors import ConfigError
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
-from tierstore.hf.spec import stored_spec
+from tierstore.hf.spec import imported_spec
 from tierstore.hf.stored_weights import ExpertRequest, StoredWeights, open_weights
 from tierstore.hf.weights import Bits, Floats, round_bf16
 from tierstore.hf.writing import json_bytes
@@ -263,9 +263,7 @@ def write_student(
 
     Raises ConfigError, StoreError, OSError; after a failure nothing exists at ``checkpoint``.
     """
-    spec = stored_spec(store)
-    if spec is None:
-        raise StoreFormatError(f"{store}: no imported model")
+    spec = imported_spec(store)
     manifest = spec.manifest
     (count,) = {len(each) for each in groups.values()}
     check_count(manifest, spec.config, count)

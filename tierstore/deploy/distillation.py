@@ -17,9 +17,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from tierstore.errors import StoreFormatError
 from tierstore.hf.exporting import export
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import ImportProgress, ImportState
-from tierstore.hf.spec import HfSpec, stored_spec
+from tierstore.hf.spec import imported_spec
 from tierstore.hf.tiered import open_model
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
@@ -78,7 +77,7 @@ def compress(context: StageContext) -> StageOutput:
     if context.config.threads:
         torch.set_num_threads(context.config.threads)
     count = context.config.compression.experts
-    spec = _spec(context.input_store)
+    spec = imported_spec(context.input_store)
     if count is not None and count != spec.experts:
         check_count(spec.manifest, spec.config, count)
         made = _compressed(context, count)
@@ -96,7 +95,7 @@ def _as_it_is(context: StageContext) -> StageOutput:
     if windows is not None:
         with open_teacher(store, host_budget=context.config.host_budget) as teacher:
             figures["teacher_loss"] = held_out_loss(teacher.logits, windows.held)
-    return StageOutput(store=store, checks=context.before[-1].checks, figures=figures)
+    return StageOutput(figures=figures)
 
 
 def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> StageOutput:
@@ -104,8 +103,9 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
     source, store = context.directory / _PLAIN, context.directory / _QUANTIZED
     if not _imported(store):
         if not source.exists():
+            plain = made.store or context.input_store
             with context.passing("export") as progress:
-                export(made.store, source, dtype=product_dtype(made.store), progress=progress)
+                export(plain, source, dtype=product_dtype(plain), progress=progress)
         refrozen(source, store, context, codes=codes)
     shutil.rmtree(source, ignore_errors=True)
     figures = dict(made.figures)
@@ -196,35 +196,18 @@ class Calibration:
     """Measurements of the teacher on the text: its held-out ``loss``, in nats, and the use of its experts by layer."""
 
     loss: float
-    uses: dict[int, LayerUse]
-
-    def write(self, path: Path) -> None:
-        uses = {str(layer): asdict(use) for layer, use in self.uses.items()}
-        write_json(path, {"loss": self.loss, "uses": uses})
-
-    @classmethod
-    def read(cls, path: Path) -> Calibration | None:
-        """None if there is no calibration. Raises StoreFormatError."""
-
-        def parse(table: Any) -> Calibration:
-            uses = {
-                int(layer): LayerUse(tuple(use["uses"]), tuple(tuple(row) for row in use["alike"]))
-                for layer, use in table["uses"].items()
-            }
-            return cls(float(table["loss"]), uses)
-
-        return read_json(path, "a calibration", parse)
+    uses: Mapping[int, LayerUse]
 
 
 def _calibrated(context: StageContext, teacher: Teacher, windows: Windows) -> Calibration:
     path = context.directory / "calibration.json"
-    found = Calibration.read(path)
+    found = read_json(path, Calibration, "a calibration")
     if found is None:
         loss = held_out_loss(teacher.logits, windows.held)
         context.check()
         uses = calibrate(teacher, windows.train[:_CALIBRATED_WINDOWS], passed=context.check)
         found = Calibration(loss, uses)
-        found.write(path)
+        write_json(path, found)
     return found
 
 
@@ -244,17 +227,8 @@ def _windows(context: StageContext) -> Windows | None:
     how = context.config.distillation
     if not how.text:
         return None
-    return read_windows(
-        how.text, _spec(context.input_store).tokenizer, length=how.length, held_out=how.held_out
-    )
-
-
-def _spec(store: Path) -> HfSpec:
-    """The model that fusion wrote to ``store``."""
-    spec = stored_spec(store)
-    if spec is None:
-        raise StoreFormatError(f"{store}: no imported model")
-    return spec
+    tokenizer = imported_spec(context.input_store).tokenizer
+    return read_windows(how.text, tokenizer, length=how.length, held_out=how.held_out)
 
 
 def _imported(store: Path) -> bool:
@@ -279,13 +253,12 @@ class DistillProgress:
     ended: bool = False
 
     def write(self, directory: Path) -> None:
-        write_json(directory / _PROGRESS_NAME, asdict(self))
+        write_json(directory / _PROGRESS_NAME, self)
 
     @classmethod
     def read(cls, directory: Path) -> DistillProgress | None:
         """None if no step was prepared. Raises StoreFormatError."""
-        path = directory / _PROGRESS_NAME
-        return read_json(path, "the progress of a distillation", lambda value: cls(**value))
+        return read_json(directory / _PROGRESS_NAME, cls, "the progress of a distillation")
 
 
 def objective(student_BTV: Tensor, teacher_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -57,14 +57,12 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
 
     Raises CapabilityError if this machine cannot compile.
     """
-    before, store, config = context.before[-1], context.input_store, context.config
+    store, config = context.input_store, context.config
     blocks = Manifest.read(store).layers
     if config.graphs is not Capability.ON:
         off = config.graphs is Capability.OFF
         why = "--graphs off" if off else "graphs give other bits: pass --graphs on to use them"
         return StageOutput(
-            store=store,
-            checks=before.checks,
             figures={"blocks": blocks, "graphs": 0},
             notes=(_NO_STATIC_GRAPH, f"dense segments stay eager: {why}"),
         )
@@ -81,8 +79,6 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
         f"conversion: {made.compiled} graphs of {blocks} blocks; logits differ by {differs:.2g} at most"
     )
     return StageOutput(
-        store=store,
-        checks=before.checks,
         figures={
             "blocks": blocks,
             "graphs": made.compiled,
@@ -160,7 +156,7 @@ def _round(parts: ServedParts, runner: BatchRunner, number: int) -> tuple[float,
     size = (runner.sequences, PROMPT_TOKENS)
     prompts = torch.randint(0, parts.spec.vocab_size, size, generator=generator).tolist()
     began = time.perf_counter()
-    logits = {joined.number: joined.logits_V for joined in runner.join(prompts)}
+    logits = runner.join(prompts)
     prefilled, before = time.perf_counter(), _read_bytes(parts)
     for _ in range(DECODED_TOKENS):
         logits = runner.step({number: int(logits_V.argmax()) for number, logits_V in logits.items()})
@@ -180,8 +176,8 @@ def optimisation_settings(config: DeployConfig) -> Mapping[str, object]:
 
 def optimise(context: StageContext) -> StageOutput:
     """Chooses the settings that decode fastest; among equals, the first."""
-    before, store, config = context.before[-1], context.input_store, context.config
-    placed: Any = before.figures["host_budget"]
+    store, config = context.input_store, context.config
+    placed: Any = context.before[-1].figures["host_budget"]
     ranks = config.placement.ranks
     found: list[tuple[dict[str, object], dict[str, Any]]] = []
     for threads in [config.threads] if config.threads else sorted({1, max(1, cores() // ranks)}):
@@ -203,8 +199,6 @@ def optimise(context: StageContext) -> StageOutput:
             context.check()
     settings, profile = max(found, key=lambda each: each[1]["decode_tokens_per_s"])
     return StageOutput(
-        store=store,
-        checks=before.checks,
         figures={
             "decode_tokens_per_s": profile["decode_tokens_per_s"],
             "prefill_tokens_per_s": profile["prefill_tokens_per_s"],

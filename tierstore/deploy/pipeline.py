@@ -239,12 +239,13 @@ def _stage(stage: DeployStage, context: StageContext) -> tuple[StageRecord, bool
         raise DeployInterrupted(f"stopped before stage {stage.name.value}; the same command resumes here")
     began = time.monotonic()
     output = stage.run(context)
+    given = output.store is None
     record = StageRecord(
         stage=stage.name,
         fingerprint=wanted,
         settings=settings,
-        store=str(output.store.relative_to(context.root)),
-        checks=output.checks,
+        store=str((output.store or context.input_store).relative_to(context.root)),
+        checks=context.before[-1].checks if given else output.checks,
         figures=output.figures,
         notes=output.notes,
         elapsed_s=time.monotonic() - began,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
+from tierstore.hf.manifest import from_json
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import fsync_directory, write_durably
 
@@ -180,34 +181,36 @@ DEPLOYMENT_VERSION = 1
 T = TypeVar("T")
 
 
-def write_json(path: Path, value: object, *, indent: int | None = None) -> None:
-    """Writes the file and fsyncs it and its directory."""
-    write_durably(path, (json.dumps(value, indent=indent) + "\n").encode())
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Writes ``value``, a dataclass, to the file and fsyncs it and its directory."""
+    write_durably(path, (json.dumps(asdict(value), indent=indent) + "\n").encode())
     fsync_directory(path.parent)
 
 
-def read_json(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
-    """The file parsed by ``parse``; None if there is none. Raises StoreFormatError if it is not ``what``."""
+def read_json(path: Path, kind: type[T], what: str) -> T | None:
+    """The ``kind`` that ``write_json`` wrote to the file; None if there is none. Raises StoreFormatError if it is not
+    ``what``, or of another version than ``kind`` has by default.
+    """
     try:
-        return parse(json.loads(path.read_bytes()))
+        value = json.loads(path.read_bytes())
+        found, expected = value.get("version"), getattr(kind, "version", None)
+        if found not in (None, expected):
+            raise ValueError(f"version {found!r}, expected {expected}")
+        read: T = from_json(kind, value, path.name)
+        return read
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise StoreFormatError(f"{path}: not {what}: {error}") from error
-
-
-def _check_version(value: Any, version: int) -> None:
-    if value["version"] != version:
-        raise ValueError(f"version {value['version']!r}, expected {version}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOutput:
     """The output of a stage. ``store``: the model's store from here on. ``checks``: values that a later verification must
-    find again; ``figures``: the stage's measurements.
+    find again; ``figures``: the stage's measurements. Without a store of its own, it passes the previous stage's on.
     """
 
-    store: Path
+    store: Path | None = None
     checks: Mapping[str, object] = field(default_factory=dict)
     figures: Mapping[str, object] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -230,23 +233,14 @@ class StageRecord:
     elapsed_s: float = 0.0
     version: int = RECORD_VERSION
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
     def write(self, directory: Path) -> None:
         """Writes the record, which completes the stage."""
-        write_json(directory / RECORD_NAME, self.as_json(), indent=1)
+        write_json(directory / RECORD_NAME, self, indent=1)
 
     @classmethod
     def read(cls, directory: Path) -> StageRecord | None:
         """The record in ``directory``; None if the stage is not complete. Raises StoreFormatError."""
-        return read_json(directory / RECORD_NAME, "a stage's record", cls.from_json)
-
-    @classmethod
-    def from_json(cls, value: Any) -> StageRecord:
-        """Raises KeyError, TypeError, ValueError."""
-        _check_version(value, RECORD_VERSION)
-        return cls(**{**value, "stage": StageName(value["stage"]), "notes": tuple(value["notes"])})
+        return read_json(directory / RECORD_NAME, cls, "a stage's record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,23 +251,18 @@ class Deployment:
     and of decoding, bytes read a token, memory.
     """
 
+    version: int = DEPLOYMENT_VERSION
     settings: Mapping[str, object]
     profile: Mapping[str, object]
     stages: tuple[StageRecord, ...]
 
     def write(self, directory: Path) -> None:
-        write_json(directory / DEPLOYMENT_NAME, {"version": DEPLOYMENT_VERSION, **asdict(self)}, indent=1)
+        write_json(directory / DEPLOYMENT_NAME, self, indent=1)
 
 
 def read_deployment(directory: Path) -> Deployment | None:
     """The deployment record in ``directory``; None if it was not deployed. Raises StoreFormatError."""
-
-    def parse(value: Any) -> Deployment:
-        _check_version(value, DEPLOYMENT_VERSION)
-        stages = tuple(StageRecord.from_json(stage) for stage in value["stages"])
-        return Deployment(settings=value["settings"], profile=value["profile"], stages=stages)
-
-    return read_json(directory / DEPLOYMENT_NAME, "a deployment", parse)
+    return read_json(directory / DEPLOYMENT_NAME, Deployment, "a deployment")
 
 
 def stage_directory(root: Path, stage: StageName) -> Path:

@@ -22,22 +22,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tierstore.dense.layout import Narrow
 from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.errors import BudgetError, ChecksumError, ConfigError, StoreFormatError, StoreMissingError
 from tierstore.hf.exporting import export
 from tierstore.hf.importing import ImportOptions, import_model
-from tierstore.hf.manifest import MANIFEST_NAME, Manifest, Weights
+from tierstore.hf.manifest import Manifest, Weights
+from tierstore.hf.spec import HfSpec, imported_spec, stored_spec
 from tierstore.hf.writing import ExportDtype
 from tierstore.machine import memory
-from tierstore.model.config import ComputeDtype
-from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, TrainState
+from tierstore.model.store_schema import STATE_KEY, TrainState, expert_weight_bytes
 from tierstore.quant.layout import CodeFormat
 from tierstore.stats import OnProgress, in_parts
-from tierstore.store.disk.home import IDENTITY, MODEL_DIRECTORY, fsync_directory, rank_directories
-from tierstore.store.format import Group
+from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
 from tierstore.store.parameter_store import open_to_read
-from tierstore.store.reading import OpenAt, read_schemas, read_states
+from tierstore.store.reading import OpenAt, read_states
 from tierstore.units import format_bytes
 
 
@@ -165,9 +163,8 @@ def source_fingerprint(store: Path) -> str:
 
 def _codes_of(config: DeployConfig) -> CodeFormat | None:
     """The quantisation of experts: that of the source, unless other weights are requested."""
-    if config.compression.weights is not None or not _imported(config.store):
-        return None
-    return Manifest.read(config.store).codes
+    spec = None if config.compression.weights is not None else stored_spec(config.store)
+    return None if spec is None else spec.expert_codes
 
 
 def _export_dtype(config: DeployConfig) -> ExportDtype | None:
@@ -175,19 +172,12 @@ def _export_dtype(config: DeployConfig) -> ExportDtype | None:
     weights = config.compression.weights
     if weights is not None and not weights.quantized:
         return ExportDtype(weights.value)
-    if not _imported(config.store):
-        return None
-    return product_dtype(config.store)
+    return None if stored_spec(config.store) is None else product_dtype(config.store)
 
 
 def product_dtype(store: Path) -> ExportDtype:
     """The type in which the model of ``store`` computes."""
-    narrow = Manifest.read(store).compute is ComputeDtype.BF16
-    return ExportDtype.BF16 if narrow else ExportDtype.FP32
-
-
-def _imported(store: Path) -> bool:
-    return (store / MODEL_DIRECTORY / MANIFEST_NAME).exists()
+    return ExportDtype(Manifest.read(store).compute.value)
 
 
 #: Memory of one decoder block, in bytes: dense parameters, and experts.
@@ -204,19 +194,14 @@ class Segment:
     experts: int
 
 
-def block_bytes(manifest: Manifest, expert_bytes: int) -> list[BlockBytes]:
-    """Memory of each decoder block; the embedding counts with the first, the head with the last. ``expert_bytes``: one's."""
-    dense = []
-    for unit in manifest.units:
-        narrow = sum(p.numel for p in unit.parameters if manifest.narrow(p) is Narrow.YES)
-        dense.append(4 * (unit.numel - narrow) + 2 * narrow)
-    embedding, *blocks, head = dense
+def block_bytes(spec: HfSpec) -> list[BlockBytes]:
+    """Memory of each decoder block; the embedding counts with the first, the head with the last."""
+    compute = spec.compute_dtype.itemsize
+    embedding, *blocks, head = [compute * unit.matrices + 4 * unit.others for unit in spec.architecture.units]
     blocks[0] += embedding
     blocks[-1] += head
-    return [
-        (each, manifest.experts.count * expert_bytes * (layer in manifest.experts.layers))
-        for layer, each in enumerate(blocks)
-    ]
+    experts = spec.experts * expert_weight_bytes(spec)
+    return [(each, experts * (layer in spec.moe_layers)) for layer, each in enumerate(blocks)]
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[int]:
@@ -293,20 +278,18 @@ def segmentation_settings(config: DeployConfig) -> Mapping[str, object]:
 
 
 def segment(context: StageContext) -> StageOutput:
-    placement, store = context.config.placement, context.input_store
-    manifest = Manifest.read(store)
-    ranks, count = placement.ranks, manifest.experts.count
-    check_ranks(ranks, count)
-    one = _expert_bytes(store)
+    placement, spec = context.config.placement, imported_spec(context.input_store)
+    ranks = placement.ranks
+    check_ranks(ranks, spec.experts)
     # Of a rank: dense parameters are whole on each, and each has its part of a layer's experts.
-    blocks = [(dense, -(-experts // ranks)) for dense, experts in block_bytes(manifest, one)]
+    blocks = [(dense, -(-experts // ranks)) for dense, experts in block_bytes(spec)]
     sizes = [sum(block) for block in blocks]
     available = placement.memory if placement.memory is not None else memory().usable_bytes // ranks
     given = int(available * _SERVED_PART)
     firsts = list(placement.segments) or balanced(sizes, min(fewest(sizes, given), len(sizes)))
     segments = cut(blocks, firsts)
     dense, experts = map(sum, zip(*blocks, strict=True))
-    least = manifest.experts.top_k * one
+    least = spec.top_k * expert_weight_bytes(spec)
     host_budget = min(given - dense, experts)
     if host_budget < least:
         raise BudgetError(
@@ -319,8 +302,6 @@ def segment(context: StageContext) -> StageOutput:
             f"{format_bytes(segment.experts)} of experts"
         )
     return StageOutput(
-        store=store,
-        checks=dict(context.before[-1].checks),
         figures={
             "ranks": ranks,
             "kind": "pipeline of one rank" if ranks == 1 else f"experts over {ranks} ranks",
@@ -332,14 +313,6 @@ def segment(context: StageContext) -> StageOutput:
             "resident_fraction": host_budget / experts,
         },
     )
-
-
-def _expert_bytes(store: Path) -> int:
-    """Memory of one expert in bytes: its record as stored. Raises StoreFormatError."""
-    for schema in read_schemas(store):
-        if schema.name == EXPERT_SCHEMA:
-            return sum(section.nbytes for section in schema.layout(Group.WEIGHTS).sections)
-    raise StoreFormatError(f"{store}: it holds no experts")
 
 
 def assemble(context: StageContext) -> StageOutput:

@@ -64,9 +64,8 @@ class TieredCallback(TrainerCallback):
                 "Trainer: a substep ended with no step open: its forward pass did not go through the tiered model"
             )
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The gradients are complete."""
-        self.on_substep_end(args, state, control)
+    #: The gradients are complete.
+    on_pre_optimizer_step = on_substep_end
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """``optimizer.step()`` was called, or a scaler skipped it; a skipped step is abandoned."""

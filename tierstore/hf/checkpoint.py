@@ -315,33 +315,22 @@ def _no_checkpoint(directory: Path) -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-class ReadWindow:
-    """Page-aligned read buffer; each reading thread has its own. It grows to the largest read."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def take(self, nbytes: int) -> memoryview:
-        """At least ``nbytes`` of the buffer. Views returned earlier are overwritten."""
-        if self._memory is None or len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        return memoryview(self._memory)
-
-
 class TensorReader:
     """Reads bytes of tensors past the page cache: with O_DIRECT or, if the file system does not support it, by dropping the
-    pages after each read. Any number of threads may read, each through a ``ReadWindow`` of its own. A context manager.
+    pages after each read. Any number of threads may read, each into a buffer of its own, which grows to the largest read. A
+    context manager.
     """
 
     def __init__(self) -> None:
+        self._threads = threading.local()
         self._files: dict[Path, tuple[int, bool]] = {}
         self._retired: list[int] = []
         self._lock = threading.Lock()  # of both
         #: Why files are read through the page cache; empty when they are not.
         self.direct_reason = ""
 
-    def read(self, info: TensorInfo, begin: int, end: int, window: ReadWindow) -> npt.NDArray[np.uint8]:
-        """Bytes ``[begin, end)`` of a tensor, a view into ``window`` that the next read overwrites.
+    def read(self, info: TensorInfo, begin: int, end: int) -> npt.NDArray[np.uint8]:
+        """Bytes ``[begin, end)`` of a tensor, a view that the thread's next read overwrites.
 
         Raises DataError when the file has been cut short meanwhile; OSError.
         """
@@ -352,7 +341,7 @@ class TensorReader:
         first, last = info.offset + begin, info.offset + end
         low = first // ALIGNMENT * ALIGNMENT
         high = -(-last // ALIGNMENT) * ALIGNMENT
-        memory = window.take(high - low)
+        memory = self._buffer(high - low)
         fd, direct = self._open(info.file)
         got = self._fill(info.file, fd, direct, memory[: high - low], low, last - low)
         if got < last - low:
@@ -361,10 +350,17 @@ class TensorReader:
             os.posix_fadvise(fd, low, high - low, os.POSIX_FADV_DONTNEED)
         return np.frombuffer(memory, np.uint8, end - begin, first - low)
 
-    def chunks(self, info: TensorInfo, window: ReadWindow) -> Iterator[npt.NDArray[np.uint8]]:
+    def chunks(self, info: TensorInfo) -> Iterator[npt.NDArray[np.uint8]]:
         """All bytes of a tensor in order, in pieces that the next one overwrites. Raises as ``read``."""
         for begin in range(0, info.nbytes, WINDOW_BYTES):
-            yield self.read(info, begin, min(begin + WINDOW_BYTES, info.nbytes), window)
+            yield self.read(info, begin, min(begin + WINDOW_BYTES, info.nbytes))
+
+    def _buffer(self, nbytes: int) -> memoryview:
+        """The thread's buffer, page-aligned, of at least ``nbytes``."""
+        held: mmap.mmap | None = getattr(self._threads, "buffer", None)
+        if held is None or len(held) < nbytes:
+            held = self._threads.buffer = mmap.mmap(-1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return memoryview(held)
 
     def _fill(self, path: Path, fd: int, direct: bool, memory: memoryview, offset: int, wanted: int) -> int:
         got = 0

@@ -14,7 +14,7 @@ from tierstore.capabilities import require_package
 from tierstore.dense.config import Fusion
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.hf.checkpoint import read_object
-from tierstore.hf.families import Family, family_of
+from tierstore.hf.families import family_of
 from tierstore.hf.manifest import (
     ExpertEntry,
     Manifest,
@@ -62,9 +62,9 @@ def quiet_transformers() -> Iterator[None]:
 
 CONFIG_NAME = "config.json"
 #: Keys of a config.json about files: how weights are stored, and where code is.
-FILE_KEYS = ("quantization_config", "auto_map")
+_FILE_KEYS = ("quantization_config", "auto_map")
 #: Keys that choose what a forward pass returns. Passes here request their outputs themselves, so these keys are dropped.
-OUTPUT_KEYS = (
+_OUTPUT_KEYS = (
     "output_attentions",
     "output_cross_attentions",
     "output_hidden_states",
@@ -121,9 +121,12 @@ def describe_config(
         compute = ComputeDtype.FP32 if full else ComputeDtype.BF16
     with quiet_transformers():
         model, parsed = _build(config, compute, where)
-    from tierstore.hf.experts import experts_modules  # with torch
+    from tierstore.hf.experts import found_experts  # with torch
 
-    modules = dict(experts_modules(model))
+    modules, shape, count = found_experts(model, where=where)
+    top_k = parsed.num_experts_per_tok
+    if not isinstance(top_k, int) or not 1 <= top_k <= count:
+        raise ConfigError(f"{where}: num_experts_per_tok: expected 1 to {count}, got {top_k}")
     layers = int(parsed.num_hidden_layers)
     owned = {id(parameter) for module in modules.values() for parameter in module.parameters()}
     #: The parameters that transformers keeps in fp32 when it loads the model in bf16.
@@ -157,7 +160,16 @@ def describe_config(
         vocab_size=int(parsed.vocab_size),
         d_model=int(parsed.hidden_size),
         layers=layers,
-        experts=_experts(family, parsed, modules, where),
+        experts=ExpertEntry(
+            layers=tuple(modules),
+            count=count,
+            top_k=top_k,
+            d_model=shape.d_model,
+            d_ff=shape.d_ff,
+            layout=family.layout,
+            activation=str(parsed.hidden_act),
+            source_dtype="",
+        ),
         units=tuple(UnitEntry(name, tuple(entries)) for name, entries in units.items()),
         buffers=tuple(
             entry(name, value) for name, value in model.state_dict().items() if name not in parameters
@@ -189,14 +201,11 @@ def _build(config: Mapping[str, Any], compute: ComputeDtype, where: str) -> tupl
     """The model on the meta device, in the types that it has in memory, and its parsed configuration."""
     import torch
 
-    library = transformers()
-    plain = {key: value for key, value in config.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
     before = torch.get_default_dtype()
     try:
         _check_counts(config, where)
-        parsed = library.CONFIG_MAPPING[config["model_type"]].from_dict(plain)
-        cls = library.MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)]
-        ignored_attention(cls, parsed)
+        parsed = parse_config(config, where=where)
+        cls, _ = model_class(parsed)
         torch.set_default_dtype(compute.torch)
         with torch.device("meta"):
             model: nn.Module = cls(parsed)
@@ -225,38 +234,28 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: pad_token_id: expected less than {size} (vocab_size), got {pad}")
 
 
-def ignored_attention(cls: Any, parsed: Any) -> str | None:
-    """The attention that ``parsed`` requests and ``cls`` lacks here (transformers then chooses another), or None."""
-    asked = parsed._attn_implementation
+def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
+    """transformers' configuration object for the values of a config.json. Raises ConfigError."""
+    plain = {key: value for key, value in values.items() if key not in (*_FILE_KEYS, *_OUTPUT_KEYS)}
+    family = plain.get("model_type")
+    known = transformers().CONFIG_MAPPING
+    if not isinstance(family, str) or family not in known:
+        raise ConfigError(f"{where}: model_type: {family!r} is unknown to transformers")
+    try:
+        return known[family].from_dict(plain)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
+
+
+def model_class(parsed: Any) -> tuple[Any, str | None]:
+    """The causal language model class of a configuration object; and the attention that the configuration requested and the
+    class lacks here, or None. Such a request is dropped: transformers then chooses another.
+    """
+    cls, asked = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)], parsed._attn_implementation
     if asked in (None, "eager") or (asked == "sdpa" and cls._supports_sdpa):
-        return None
+        return cls, None
     parsed._attn_implementation = None
-    return str(asked)
-
-
-def _experts(family: Family, config: Any, modules: Mapping[int, nn.Module], where: str) -> ExpertEntry:
-    if not modules:
-        raise ConfigError(f"{where}: no layer of this model has experts")
-    shapes = {tuple(module.gate_up_proj.shape) for module in modules.values()}  # type: ignore[arg-type]
-    if len(shapes) > 1:
-        raise ConfigError(f"{where}: expected experts of one shape in all layers, found {sorted(shapes)}")
-    count, *fused = shapes.pop()
-    d_model = int(config.hidden_size)
-    transposed = bool(getattr(next(iter(modules.values())), "is_transposed", False))
-    d_ff = fused[1 if transposed else 0] // 2
-    top_k = config.num_experts_per_tok
-    if not isinstance(top_k, int) or not 1 <= top_k <= count:
-        raise ConfigError(f"{where}: num_experts_per_tok: expected 1 to {count}, got {top_k}")
-    return ExpertEntry(
-        layers=tuple(sorted(modules)),
-        count=count,
-        top_k=top_k,
-        d_model=d_model,
-        d_ff=d_ff,
-        layout=family.layout,
-        activation=str(config.hidden_act),
-        source_dtype="",
-    )
+    return cls, str(asked)
 
 
 def unit_of(name: str) -> str:

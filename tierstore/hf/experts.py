@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,14 +44,6 @@ IMPLEMENTATION = "tierstore"
 _BOUND = "tierstore_layer"
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardLoads:
-    """The loads of one forward pass, ``by_layer``; ``mask_T``: bool, its tokens that are no padding (None: all)."""
-
-    by_layer: dict[int, Tensor] = field(default_factory=dict)
-    mask_T: Tensor | None = None
-
-
 class ExpertLoads:
     """How many assignments each expert got in the last forward pass, by layer, from all ranks: int64 (E,). Those of padding
     are not counted, nor is a pass of a single token without gradients (decoding).
@@ -60,29 +52,21 @@ class ExpertLoads:
     """
 
     def __init__(self) -> None:
-        #: Of the forward pass that is under way.
-        self.under_way = ForwardLoads()
+        self.by_layer: dict[int, Tensor] = {}
+        #: bool: the pass's tokens that are no padding (None: all).
+        self.mask_T: Tensor | None = None
 
     def begin(self, mask_BT: Tensor | None = None) -> None:
         """A forward pass begins; its tokens are laid out as in ``mask_BT``."""
-        self.under_way = ForwardLoads(mask_T=None if mask_BT is None else mask_BT.flatten())
+        self.by_layer, self.mask_T = {}, None if mask_BT is None else mask_BT.flatten()
 
     def counted(self, expert_TK: Tensor, padding: int) -> Tensor:
         """``expert_TK``, with ``padding`` as the experts of what belongs to no token."""
-        mask_T = self.under_way.mask_T
-        return expert_TK if mask_T is None else expert_TK.masked_fill(~mask_T.unsqueeze(1), padding)
-
-    def record(self, layer: int, load_E: Tensor) -> None:
-        self.under_way.by_layer[layer] = load_E
-
-    def of(self, layer: int) -> Tensor | None:
-        """None if no forward pass has reached the layer."""
-        return self.under_way.by_layer.get(layer)
+        return expert_TK if self.mask_T is None else expert_TK.masked_fill(~self.mask_T.unsqueeze(1), padding)
 
     def all(self) -> tuple[Tensor, ...]:
         """In the order of layers."""
-        by_layer = self.under_way.by_layer
-        return tuple(by_layer[layer] for layer in sorted(by_layer))
+        return tuple(self.by_layer[layer] for layer in sorted(self.by_layer))
 
 
 class ExpertLayer:
@@ -122,7 +106,7 @@ class ExpertLayer:
         # Tensor-parallel ranks have the same tokens and sort them in the same order.
         together = self._mesh is not None and self._mesh.data.size > 1
         plan = dispatch(expert_TK, own_E, RowOrder.TOKENS if together else RowOrder.SORTED)
-        self._loads.record(self.layer, load_E)
+        self._loads.by_layer[self.layer] = load_E
         # Rows of padding are computed as others are.
         plan, rows = rows_to(self.source, plan, load_RE, self._mesh, self._charge)
         return self._computed(x_TD, weight_TK, plan, rows)
@@ -214,19 +198,35 @@ class LoadedModule:
         return self.layers.stop == self.count
 
 
-def is_experts(kind: type) -> bool:
-    """Whether modules of this class are experts under transformers' experts interface."""
-    return issubclass(kind, nn.Module) and "_apply_gate" in vars(kind)
-
-
 def experts_modules(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Every experts module of ``model``, with the number of its decoder layer. Raises ConfigError."""
     for name, module in model.named_modules():
-        if is_experts(type(module)):
+        if "_apply_gate" in vars(type(module)):  # which transformers' experts interface adds
             found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
             if found is None:
                 raise ConfigError(f"{name}: experts outside of a decoder layer are not supported")
             yield int(found[1]), module
+
+
+def found_experts(model: nn.Module, *, where: str) -> tuple[dict[int, nn.Module], ExpertShape, int]:
+    """The experts modules of ``model``, which still have their parameters, by decoder layer; the shape of an expert; and
+    their number in a layer. Raises ConfigError naming ``where`` and what is not supported.
+    """
+    found: dict[int, nn.Module] = {}
+    kinds: set[tuple[ExpertShape, int]] = set()
+    for layer, experts in experts_modules(model):
+        if layer in found:
+            raise ConfigError(f"{where}: layer {layer} has two sets of experts")
+        found[layer] = experts
+        each: Any = experts
+        kinds.add((expert_shape_of(each), int(each.num_experts)))
+    if not kinds:
+        raise ConfigError(f"{where}: no layer of this model has experts")
+    if len(kinds) > 1:
+        sizes = sorted((count, shape.d_ff, shape.d_model) for shape, count in kinds)
+        raise ConfigError(f"{where}: expected experts of one shape in all layers, found {sizes}")
+    ((shape, count),) = kinds
+    return dict(sorted(found.items())), shape, count
 
 
 def expert_shape_of(module: Any) -> ExpertShape:
@@ -279,31 +279,6 @@ def _activation_of(module: Any) -> Activation:
 # Balance ----------------------------------------------------------------------------------------------------
 
 
-class _RecordedPass:
-    """The outputs of routers in a forward pass, by layer; None if nothing is recorded.
-
-    The hooks on a model refer to this object, not to the model: a cycle would keep its memory until a collection.
-    """
-
-    def __init__(self) -> None:
-        self.logits: dict[int, Tensor] | None = None
-
-    def record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
-        """A hook of the router of ``layer``."""
-        if self.logits is not None:  # not when a layer is computed again
-            self.logits[layer] = output[0]
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSums:
-    """The routers' share of the auxiliary loss. ``counts``: int64 (E + 1), assignments of each expert and rows, of all
-    layers and data ranks; ``probability_E``: fp32, the sum of this rank's probabilities, with its graph.
-    """
-
-    counts: Tensor
-    probability_E: Tensor
-
-
 class AuxLoss:
     """The auxiliary loss of ``loaded`` over the global batch of ``ranks``, by transformers' own function of the family.
 
@@ -311,65 +286,65 @@ class AuxLoss:
     """
 
     def __init__(self, loaded: LoadedModule, weight: float | None, ranks: RankGroup) -> None:
-        own = getattr(loaded.module, "router_aux_loss_coef", None)
+        module = loaded.module
+        own = getattr(module, "router_aux_loss_coef", None)
         self.weight = 0.0
         if own is not None:
             self.weight = float(own if weight is None else weight)
         self._ranks = ranks
-        self._module = loaded.module
-        self._pass = _RecordedPass()
+        #: The outputs of routers in the current forward pass, by layer; None if it is not recorded.
+        self.under_way: dict[int, Tensor] | None = None
         self._recorded: tuple[Tensor, ...] = ()
         if self.weight:
+            #: Experts of a layer.
+            self.experts = int(module.num_experts)
+            # Hooks of the module refer to this object, which therefore holds neither the module nor, between passes, a
+            # graph: a cycle would keep their memory until a collection.
+            self._top_k = module.num_experts_per_tok
+            self._function: Any = vars(sys.modules[type(module).__module__])["load_balancing_loss_func"]
             for layer, router in routers_of(loaded):
-                router.register_forward_hook(partial(self._pass.record, layer))
+                router.register_forward_hook(partial(self._record, layer))
+
+    def _record(self, layer: int, router: nn.Module, arguments: Any, output: Any) -> None:
+        """A hook of the router of ``layer``."""
+        if self.under_way is not None:  # not when a layer is computed again
+            self.under_way[layer] = output[0]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Takes what the routers give in the forward pass within, for ``value``."""
         # transformers' own output_router_logits is not used: its loss fails with masks for packed documents.
         logits: dict[int, Tensor] = {}
-        self._pass.logits = logits
+        self.under_way = logits
         try:
             yield
         finally:
-            self._pass.logits = None
+            self.under_way = None
         self._recorded = tuple(logits[layer] for layer in sorted(logits))
-
-    @property
-    def under_way(self) -> dict[int, Tensor] | None:
-        """The recorded router outputs of the current forward pass, by layer; None if it is not recorded."""
-        return self._pass.logits
-
-    @under_way.setter
-    def under_way(self, logits: dict[int, Tensor] | None) -> None:
-        self._pass.logits = logits
 
     def value(self, mask_BT: Tensor | None) -> Tensor:
         """This rank's share of the loss of the last forward pass that was recorded, unweighted; ``mask_BT`` is that of its
         batch. A collective.
         """
         if self._ranks.size == 1:
-            function = vars(sys.modules[type(self._module).__module__])["load_balancing_loss_func"]
-            loss: Tensor = function(self._recorded, self.experts, self._module.num_experts_per_tok, mask_BT)
+            logits, self._recorded = self._recorded, ()
+            loss: Tensor = self._function(logits, self.experts, self._top_k, mask_BT)
             return loss
-        sums = self.sums(mask_BT)
-        return balance_loss(sums.counts, sums.probability_E)
+        return balance_loss(*self.sums(mask_BT))
 
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        return int(self._module.num_experts)
-
-    def sums(self, mask_BT: Tensor | None) -> RouterSums:
-        """The contribution of this stage's layers to the loss, from the last recorded forward pass. A collective."""
-        experts, top_k, logits = self.experts, self._module.num_experts_per_tok, self._recorded
+    def sums(self, mask_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The contribution of this stage's layers to the loss, from the last recorded forward pass: ``counts``, int64
+        (E + 1), assignments of each expert and rows, of all layers and data ranks; ``probability_E``, fp32, the sum of this
+        rank's probabilities, with its graph. A collective.
+        """
+        experts, logits, self._recorded = self.experts, self._recorded, ()
         mask_T = None if mask_BT is None else mask_BT.flatten()
         rows = logits[0].shape[0] if mask_T is None else int(mask_T.sum())
         count_E = torch.zeros(experts, dtype=torch.int64, device=logits[0].device)
         probability_E = torch.zeros(experts, device=logits[0].device)
         for logits_TE in logits:
             routed_TE = logits_TE.softmax(dim=-1)
-            chosen_TK = routed_TE.topk(top_k, dim=-1).indices
+            chosen_TK = routed_TE.topk(self._top_k, dim=-1).indices
             wide_TE = routed_TE.float()
             if mask_T is not None:
                 chosen_TK = chosen_TK.masked_fill(~mask_T.unsqueeze(1), experts)
@@ -381,7 +356,7 @@ class AuxLoss:
         counts = torch.cat([count_E, rows_1])
         if self._ranks.size > 1:
             counts = gather_counts(counts, self._ranks).sum(dim=0)
-        return RouterSums(counts, probability_E)
+        return counts, probability_E
 
 
 def balance_loss(counts: Tensor, probability_E: Tensor) -> Tensor:
@@ -389,7 +364,7 @@ def balance_loss(counts: Tensor, probability_E: Tensor) -> Tensor:
 
     It is ``E * sum_e f_e * m_e`` over all layers and ranks, with ``f_e`` the part of the tokens that e got, which carries
     no gradient, and ``m_e`` its mean probability. ``m_e`` is linear in tokens and layers, so each rank or stage
-    contributes the sum of its own probabilities, beside the ``counts`` of all (``RouterSums``).
+    contributes the sum of its own probabilities, beside the ``counts`` of all (``AuxLoss.sums``).
     """
     rows = int(counts[-1])
     part_E = counts[:-1].to(probability_E) / rows

@@ -8,7 +8,7 @@ acknowledged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -16,19 +16,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.dense import Fusion
-from tierstore.dense.layout import ParameterPlace
 from tierstore.errors import ConfigError, StoreFormatError
 from tierstore.hf.adapters import StoredAdapter
-from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader, TensorSpec, read_header
+from tierstore.hf.checkpoint import TensorInfo, TensorReader, TensorSpec, read_header
 from tierstore.hf.families import FAMILIES
 from tierstore.hf.manifest import MANIFEST_NAME, Manifest, ParameterEntry, Quantization
 from tierstore.hf.mixtral import mixtral
 from tierstore.hf.spec import recorded_lora
-from tierstore.hf.stored_weights import Adjustment, ExpertRequest, ModelWeights, StoredWeights, open_weights
+from tierstore.hf.stored_weights import Adjustment, ExpertRequest, ModelWeights, open_weights
 from tierstore.hf.weights import round_bf16, widen_bf16
 from tierstore.hf.writing import (
     MAX_SHARD_BYTES,
+    Bytes,
     DenseValues,
     ExpertValues,
     ExportDtype,
@@ -40,7 +39,7 @@ from tierstore.hf.writing import (
     write_model,
 )
 from tierstore.machine import MemoryAccount, resident_bytes
-from tierstore.model.config import ComputeDtype, ModelConfig
+from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import (
     BUFFERS_KEY,
     reading_conditions,
@@ -53,7 +52,6 @@ from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.stored_model import stored_fusion
 from tierstore.train.vocabulary import places_of, recorded_placements
 
-Bytes = npt.NDArray[np.uint8]
 _CHUNK_VALUES = 4 << 20
 _MOST_KEPT_BYTES = 16 << 20
 
@@ -104,7 +102,10 @@ def export(
         if manifest is not None:
             outline = outline_of(source, manifest, ranks, dtype)
         else:
-            model, fusion, tables = _built_in(source, weights)
+            state, where = weights.state, str(source)
+            model, fusion = recorded_model(state, where=where), stored_fusion(state, where=where)
+            with reading_conditions(where):
+                tables = places_of(model, recorded_placements(table_of(state.conditions["parallel"])))
             outline = mixtral(model, fusion, ranks, dtype, tables)
         if recorded_lora(source, weights.state).enabled:
             if adjustment is not None:
@@ -165,14 +166,6 @@ def write_outline(
         content.expect(tensor for shard in shards for tensor in shard.tensors)
         write_model(target, shards, outline.files, content.of, progress)
     return shards
-
-
-def _built_in(source: Path, weights: StoredWeights) -> tuple[ModelConfig, Fusion, Collection[ParameterPlace]]:
-    state, where = weights.state, str(source)
-    model = recorded_model(state, where=where)
-    with reading_conditions(where):
-        tables = places_of(model, recorded_placements(table_of(state.conditions["parallel"])))
-    return model, stored_fusion(state, where=where), tables
 
 
 # Imported models --------------------------------------------------------------------------------------------
@@ -289,7 +282,6 @@ class _Content:
     ) -> None:
         self._weights, self._outline, self._adjustment, self._reader = weights, outline, adjustment, reader
         self._origins = {spec.name: origin for spec, origin in outline.tensors}
-        self._window = ReadWindow()
         #: Small tensors of all experts, by layer and type; and their collected values, by name.
         self._small: dict[tuple[int, str], list[tuple[str, ExpertValues]]] = {}
         self._kept: dict[str, list[Bytes]] = {}
@@ -332,7 +324,7 @@ class _Content:
             case ParameterEntry(name):
                 yield self._buffer(tensor, name)
             case TensorInfo() as info:
-                yield from self._reader.chunks(info, self._window)
+                yield from self._reader.chunks(info)
 
     def _experts(self, tensor: TensorSpec, origin: ExpertValues) -> Iterator[Bytes]:
         """Where tensors hold all experts of a layer, each takes a pass over their records: the first one of a type collects

@@ -7,7 +7,6 @@ Memory holds a ring of experts within a budget, and one rank's slices of one den
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from tierstore import _native
 from tierstore._native import Arena, Buffer, HugePages
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import schema_name
-from tierstore.hf.checkpoint import WINDOW_BYTES, ReadWindow
+from tierstore.hf.checkpoint import WINDOW_BYTES
 from tierstore.hf.families import Part
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.hf.weights import WeightReader
@@ -91,29 +90,29 @@ class _ExpertBuffers:
         wide = 0 if schema.quantized is None else 4 * schema.numel
         return wide + sum(section.padded_nbytes for section in sections[: 2 if split else 1])
 
-    def fill(self, key: str, parts: Sequence[Part], weights: WeightReader, window: ReadWindow) -> None:
+    def fill(self, key: str, parts: Sequence[Part], weights: WeightReader) -> None:
         """Reads the expert of record ``key``. Raises DataError, OSError."""
         first = self._buffers[0].array()
         if self._quantized is not None:
             wide = np.empty(self._quantized.numel, np.float32)
             for part in parts:
-                weights.read_fp32(part, 0, part.numel, wide[part.offset : part.offset + part.numel], window)
+                weights.read_fp32(part, 0, part.numel, wide[part.offset : part.offset + part.numel])
             quantize(self._quantized, wide, first, name=f"record {key!r}")
             return
         self._exact = self._bf16
         for part in parts:
             begin, end = part.offset, part.offset + part.numel
             if not self._bf16:
-                weights.read_fp32(part, 0, part.numel, first.view(np.float32)[begin:end], window)
+                weights.read_fp32(part, 0, part.numel, first.view(np.float32)[begin:end])
             elif weights.is_bf16(part.source):
-                weights.read_bf16(part, 0, part.numel, first.view(np.uint16)[begin:end], window)
+                weights.read_bf16(part, 0, part.numel, first.view(np.uint16)[begin:end])
                 self._remainder(begin, end)[:] = 0
             else:
                 self._exact = False
                 for low in range(0, part.numel, _SPLIT_VALUES):
                     high = min(low + _SPLIT_VALUES, part.numel)
                     wide = np.empty(high - low, np.float32)
-                    weights.read_fp32(part, low, high, wide, window)
+                    weights.read_fp32(part, low, high, wide)
                     bits = first.view(np.uint16)[begin + low : begin + high]
                     _native.split_bf16(bits, self._remainder(begin + low, begin + high), wide)
 
@@ -171,7 +170,6 @@ class Filler:
         #: The last dense unit's memory, and the writes out of it.
         self._unit: tuple[Buffer | None, list[int]] = (None, [])
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="import")
-        self._threads = threading.local()
 
     def __enter__(self) -> Filler:
         return self
@@ -186,21 +184,14 @@ class Filler:
                 self._add_unit(job)
             else:
                 buffers = self._take()
-                self._pending.append((job, buffers, self._pool.submit(self._read, job, buffers)))
+                self._pending.append(
+                    (job, buffers, self._pool.submit(buffers.fill, job.key, job.parts, self._weights))
+                )
         while self._pending:
             self._retire()
         self._free_unit()
 
     # Experts ------------------------------------------------------------------------------------------------
-
-    def _window(self) -> ReadWindow:
-        if not hasattr(self._threads, "window"):
-            self._threads.window = ReadWindow()
-        window: ReadWindow = self._threads.window
-        return window
-
-    def _read(self, job: ExpertJob, buffers: _ExpertBuffers) -> None:
-        buffers.fill(job.key, job.parts, self._weights, self._window())
 
     def _take(self) -> _ExpertBuffers:
         """Memory for one more expert; waits until the writes out of it have ended."""
@@ -231,9 +222,9 @@ class Filler:
         buffer = Buffer(Arena(size, HugePages.AUTO), [(0, size)], layout.slice_numel * 4)
         values = buffer.array().view(np.float32)
         reads = []
-        for parameter, begin, end, target in _pieces(job):
+        for part, begin, end, target in _pieces(job):
             out = values[target : target + end - begin]
-            reads.append(self._pool.submit(self._read_dense, parameter, begin, end, out))
+            reads.append(self._pool.submit(self._weights.read_fp32, part, begin, end, out))
         for read in reads:
             read.result()
         sections = [buffer] if self._expert.frozen else [buffer, None, None]
@@ -246,13 +237,8 @@ class Filler:
         self._loader.wait(self._unit[1])
         self._unit = (None, [])
 
-    def _read_dense(
-        self, parameter: ParameterEntry, begin: int, end: int, out: npt.NDArray[np.float32]
-    ) -> None:
-        self._weights.read_fp32(Part.whole(parameter), begin, end, out, self._window())
 
-
-def _pieces(job: UnitJob) -> Iterator[tuple[ParameterEntry, int, int, int]]:
+def _pieces(job: UnitJob) -> Iterator[tuple[Part, int, int, int]]:
     """(parameter, its values [begin, end), where they lie in the rank's slices), in runs that one thread reads."""
     for region, kept in job.layout.slices():
         start = job.rank * region.slice_numel
@@ -262,7 +248,7 @@ def _pieces(job: UnitJob) -> Iterator[tuple[ParameterEntry, int, int, int]]:
             for begin in range(low, high, _DENSE_VALUES):
                 end = min(begin + _DENSE_VALUES, high)
                 yield (
-                    job.parameters[span.index],
+                    Part.whole(job.parameters[span.index]),
                     begin - span.offset,
                     end - span.offset,
                     kept.start + begin - start,

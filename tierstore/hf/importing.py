@@ -30,11 +30,10 @@ from tierstore.errors import (
     StoreFormatError,
     TierstoreError,
 )
-from tierstore.hf.checkpoint import Checkpoint, ReadWindow, TensorInfo, TensorReader
-from tierstore.hf.describing import CONFIG_NAME, describe_config, ignored_attention, read_config
+from tierstore.hf.checkpoint import Checkpoint, TensorInfo, TensorReader
+from tierstore.hf.describing import CONFIG_NAME, describe_config, model_class, parse_config, read_config
 from tierstore.hf.families import FAMILIES, Part
 from tierstore.hf.filling import ExpertJob, Filler, Job, UnitJob, held_bytes
-from tierstore.hf.loading import class_of, parse_config
 from tierstore.hf.manifest import CarriedEntry, ImportProgress, ImportState, Manifest, Weights
 from tierstore.hf.matching import (
     carried_files,
@@ -118,9 +117,10 @@ class ImportPlan:
     """
 
     manifest: Manifest
+    #: The state of its commits until the last.
+    state: ImportState
     checkpoint: Checkpoint
     carried: tuple[TensorInfo, ...]
-    ranks: int
     tensor_ranks: int
     schemas: tuple[RecordSchema, ...]
     jobs: tuple[Job, ...]
@@ -196,15 +196,14 @@ def import_model(
     start = time.monotonic()
     mesh = mesh or Mesh.alone(RankEnvironment(), torch.device("cpu"))
     plan = plan_import(source, options, mesh)
-    state = _state(plan, mesh)
-    _check_ranks(state, mesh)
-    _check_stores(store, state, mesh)
+    _check_ranks(plan.state, mesh)
+    _check_stores(store, plan.state, mesh)
     process = resident_bytes()
     options = replace(options, host_budget=plan.budget_within(options, process))
     account = plan.account(options.host_budget, process)
     planned(plan, account)
     with _open_store(store, plan, mesh) as opened, TensorReader() as reader:
-        job = _Import(opened, plan, state, options, account, progress)
+        job = _Import(opened, plan, options, account, progress)
         job.begin()
         if mesh.world.rank == 0:
             if not opened.keys:  # such files were left beside the ranks' stores by another import
@@ -263,9 +262,19 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
         counts[schema_name(layout, expert.training)] += 1
     return ImportPlan(
         manifest=manifest,
+        state=ImportState(
+            progress=ImportProgress.PARTIAL,
+            fingerprint=manifest.fingerprint,
+            compute=manifest.compute,
+            weights=manifest.weights,
+            ranks=mesh.world.size,
+            expert_ranks=mesh.expert.size,
+            rank=mesh.world.rank,
+            moments=expert.moments,
+            codes=manifest.codes,
+        ),
         checkpoint=checkpoint,
         carried=carried,
-        ranks=mesh.world.size,
         tensor_ranks=mesh.tensor.size,
         schemas=tuple(schemas),
         jobs=jobs,
@@ -275,8 +284,7 @@ def plan_import(source: Path, options: ImportOptions, mesh: Mesh) -> ImportPlan:
 
 
 def _notes(source: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    parsed = parse_config(config)
-    asked = ignored_attention(class_of(parsed), parsed)
+    _, asked = model_class(parse_config(config))
     if asked is not None:
         yield f"{source / CONFIG_NAME}: _attn_implementation = {asked!r} is ignored: it is not available here"
     yield from companion_notes(source)
@@ -321,13 +329,13 @@ def _part_bytes(tensors: Mapping[str, TensorInfo], part: Part) -> int:
 def _check_tied(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
     """Raises DataError if a tied tensor is stored under both names with different values."""
     sources = {entry.name: entry.source for entry in manifest.parameters()}
-    with TensorReader() as reader:
+    with TensorReader() as reader, TensorReader() as beside:
         for alias in manifest.tied:
             if not alias.stored:
                 continue
             one, other = tensors[sources[alias.of]], tensors[alias.source]
-            chunks = (reader.chunks(info, ReadWindow()) for info in (one, other))
-            same = one.dtype == other.dtype and all(map(np.array_equal, *chunks))
+            chunks = zip(reader.chunks(one), beside.chunks(other), strict=False)
+            same = one.dtype == other.dtype and all(np.array_equal(*pair) for pair in chunks)
             if not same:
                 raise DataError(
                     f"{other.file}: tensor {alias.source!r} differs from {one.name!r}, but the configuration ties them "
@@ -336,21 +344,6 @@ def _check_tied(manifest: Manifest, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 # The store --------------------------------------------------------------------------------------------------
-
-
-def _state(plan: ImportPlan, mesh: Mesh) -> ImportState:
-    manifest = plan.manifest
-    return ImportState(
-        progress=ImportProgress.PARTIAL,
-        fingerprint=manifest.fingerprint,
-        compute=manifest.compute,
-        weights=manifest.weights,
-        ranks=mesh.world.size,
-        expert_ranks=mesh.expert.size,
-        rank=mesh.world.rank,
-        moments=plan.schemas[0].moments,
-        codes=manifest.codes,
-    )
 
 
 def _check_ranks(state: ImportState, mesh: Mesh) -> None:
@@ -452,13 +445,12 @@ class _Import:
         self,
         store: ParameterStore,
         plan: ImportPlan,
-        state: ImportState,
         options: ImportOptions,
         account: MemoryAccount,
         progress: OnProgress,
     ) -> None:
         self._core = store.core
-        self._plan, self._state, self._options, self._progress = plan, state, options, progress
+        self._plan, self._state, self._options, self._progress = plan, plan.state, options, progress
         self._jobs = [job for job in plan.jobs if job.key not in store.core.records]
         self.report = ImportReport(
             manifest=plan.manifest,
@@ -545,6 +537,6 @@ def _read_buffers(manifest: Manifest, weights: WeightReader) -> bytes:
     arrays = {}
     for entry in manifest.buffers:
         values = np.empty(entry.numel, np.float32)
-        weights.read_fp32(Part.whole(entry), 0, entry.numel, values, ReadWindow())
+        weights.read_fp32(Part.whole(entry), 0, entry.numel, values)
         arrays[entry.name] = values.reshape(entry.shape)
     return pack_arrays(arrays)

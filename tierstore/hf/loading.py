@@ -16,9 +16,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,41 +24,16 @@ from torch import nn
 
 from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
-from tierstore.hf.describing import (
-    CONFIG_NAME,
-    FILE_KEYS,
-    OUTPUT_KEYS,
-    ignored_attention,
-    transformers,
-)
+from tierstore.hf.describing import model_class
 from tierstore.hf.experts import (
     IMPLEMENTATION,
     LoadedModule,
-    expert_shape_of,
-    experts_modules,
-    is_experts,
+    found_experts,
     register,
 )
 from tierstore.hf.spec import MIXERS
-from tierstore.moe.config import ExpertShape
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
-
-#: Families whose experts are computed by their own code, not through the experts interface.
-_OWN_CODE = ("dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash", "switch_transformers", "nllb-moe")
-
-
-def parse_config(values: Mapping[str, Any], *, where: str = CONFIG_NAME) -> Any:
-    """transformers' configuration object for the values of a config.json. Raises ConfigError."""
-    plain = {key: value for key, value in values.items() if key not in (*FILE_KEYS, *OUTPUT_KEYS)}
-    family = plain.get("model_type")
-    known = transformers().CONFIG_MAPPING
-    if not isinstance(family, str) or family not in known:
-        raise ConfigError(f"{where}: model_type: {family!r} is unknown to transformers")
-    try:
-        return known[family].from_dict(plain)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from error
 
 
 def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
@@ -70,12 +43,16 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     the family keeps in fp32 are fp32. Buffers have the values of a new model. Raises ConfigError.
     """
     register()
-    kind = class_of(config)
     config = copy.deepcopy(config)  # transformers records in it how the module is made
-    ignored_attention(kind, config)
+    kind, _ = model_class(config)
     with torch.device("meta"):
         module = kind._from_config(config, dtype=dtype, experts_implementation=IMPLEMENTATION)
-    loaded = _without_experts(module)
+    experts_at, shape, count = found_experts(module, where=f"model_type {config.model_type}")
+    for experts in experts_at.values():
+        experts._parameters.clear()
+        experts._is_hf_initialized = True  # type: ignore[assignment]
+    layers = len(module.base_model.layers)
+    loaded = LoadedModule(module, experts_at, count, shape, range(layers), layers)
     wide = [re.compile(pattern.replace("*", ".*")) for pattern in module._get_dtype_plan(dtype)]
     for name, parameter in list(module.named_parameters()):
         kept = torch.float32 if any(pattern.search(name) for pattern in wide) else parameter.dtype
@@ -125,47 +102,6 @@ def checkpoint_activations(module: Any) -> None:
     enable({"use_reentrant": False})
 
 
-# Experts ----------------------------------------------------------------------------------------------------
-
-
-def class_of(config: Any) -> Any:
-    """The family's causal language model class. Raises ConfigError if its experts cannot be leased."""
-    family = config.model_type
-    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        raise ConfigError(f"model_type {family}: transformers has no causal language model of this family")
-    code = vars(import_module(kind.__module__)).values()
-    if not any(isinstance(value, type) and is_experts(value) for value in code):
-        raise ConfigError(
-            f"model_type {family}: transformers computes its experts in family code, not through its experts interface"
-            if family in _OWN_CODE
-            else f"model_type {family}: the model has no experts under transformers' experts interface"
-        )
-    return kind
-
-
-def _without_experts(module: Any) -> LoadedModule:
-    """``module`` with all its decoder layers; its experts' parameters are removed."""
-    family = f"model_type {module.config.model_type}"
-    experts_at: dict[int, nn.Module] = {}
-    kinds: set[tuple[ExpertShape, int]] = set()
-    for layer, experts in experts_modules(module):
-        if layer in experts_at:
-            raise ConfigError(f"{family}: layer {layer} has two sets of experts")
-        experts_at[layer] = experts
-        each: Any = experts
-        kinds.add((expert_shape_of(each), int(each.num_experts)))
-        each._parameters.clear()
-        each._is_hf_initialized = True
-    if not kinds:
-        raise ConfigError(f"{family}: no layer of this configuration has experts")
-    if len(kinds) > 1:
-        raise ConfigError(f"{family}: layers have experts of different shapes")
-    ((shape, count),) = kinds
-    layers = len(module.base_model.layers)
-    return LoadedModule(module, dict(sorted(experts_at.items())), count, shape, range(layers), layers)
-
-
 # Parameters and buffers -------------------------------------------------------------------------------------
 
 
@@ -195,11 +131,6 @@ def _make_buffers(module: Any, wide: list[re.Pattern[str]]) -> None:
 
 #: peft's name of the adapter.
 ADAPTER = "default"
-
-
-def peft() -> Any:
-    """The package peft. Raises CapabilityError when it is missing."""
-    return require_package("peft", "LoRA of attention")
 
 
 def target_modules(module: nn.Module, config: LoraConfig) -> list[str]:
@@ -239,7 +170,7 @@ def adapt(module: nn.Module, config: LoraConfig) -> None:
     module.requires_grad_(False)
     if not config.attention:
         return
-    library = peft()
+    library = require_package("peft", "LoRA of attention")
     described = library.LoraConfig(
         r=config.rank,
         lora_alpha=config.scaled_alpha,

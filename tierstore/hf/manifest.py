@@ -190,10 +190,7 @@ class Manifest:
     # JSON ---------------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, object]:
-        table = asdict(self)
-        if self.codes is None:  # as in manifests of earlier versions
-            del table["codes"]
-        return table
+        return _without_later(self)
 
     def write(self, directory: Path) -> None:
         """Writes and fsyncs ``MANIFEST_NAME`` in ``directory``; the caller fsyncs the directory."""
@@ -209,19 +206,14 @@ class Manifest:
             raise StoreMissingError(f"{path}: missing; {store} holds no imported model") from error
         except ValueError as error:
             raise StoreFormatError(f"{path}: not JSON: {error}") from error
-        return cls.from_json(value, where=str(path))
-
-    @classmethod
-    def from_json(cls, value: object, *, where: str) -> Manifest:
-        """Raises StoreFormatError naming ``where`` and the key that is missing, unknown or of the wrong type."""
         found = value.get("version") if isinstance(value, Mapping) else MANIFEST_VERSION
         if found != MANIFEST_VERSION:
-            raise StoreFormatError(f"{where}: version {found!r}, expected {MANIFEST_VERSION}")
+            raise StoreFormatError(f"{path}: version {found!r}, expected {MANIFEST_VERSION}")
         try:
-            manifest: Manifest = _read(cls, value, where)
+            manifest: Manifest = from_json(cls, value, MANIFEST_NAME)
             return manifest
         except (TypeError, ValueError) as error:
-            raise StoreFormatError(f"{where}: not a manifest: {error}") from error
+            raise StoreFormatError(f"{path}: not a manifest: {error}") from error
 
 
 #: Keys that are omitted at their default, the meaning that manifests had before these keys existed.
@@ -229,23 +221,35 @@ _LATER = {"codes", "moments"}
 _hints = functools.cache(get_type_hints)
 
 
-def _read(kind: Any, value: Any, name: str) -> Any:
+def _without_later(record: Manifest | ImportState) -> dict[str, Any]:
+    fields = record.__dataclass_fields__
+    return {
+        key: value
+        for key, value in asdict(record).items()
+        if key not in _LATER or value != fields[key].default
+    }
+
+
+def from_json(kind: Any, value: Any, name: str) -> Any:
     """Converts ``value``, the JSON value of the key ``name``, to the annotated type ``kind``.
 
     Raises TypeError or ValueError if it does not fit.
     """
     if isinstance(kind, UnionType):  # a type or None
-        return None if value is None else _read(get_args(kind)[0], value, name)
+        return None if value is None else from_json(get_args(kind)[0], value, name)
     if get_origin(kind) is tuple and isinstance(value, list):
         kinds = get_args(kind)
         kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-        return tuple(_read(each, item, name) for each, item in zip(kinds, value, strict=True))
+        return tuple(from_json(each, item, name) for each, item in zip(kinds, value, strict=True))
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        key, each = get_args(kind)
+        return {key(name): from_json(each, item, name) for name, item in value.items()}
     made: Any = kind  # mypy cannot call what is_dataclass has narrowed
     if is_dataclass(kind) and isinstance(value, Mapping):
         hints = _hints(made)
         if missing := sorted(hints.keys() - value.keys() - _LATER):
             raise TypeError(f"{name}: {missing[0]} is missing")
-        return made(**{key: _read(hints.get(key, object), item, key) for key, item in value.items()})
+        return made(**{key: from_json(hints.get(key, object), item, key) for key, item in value.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if not (isinstance(kind, type) and isinstance(value, kind)):
@@ -282,19 +286,13 @@ class ImportState:
     codes: CodeFormat | None = None
 
     def pack(self) -> bytes:
-        table = asdict(self)
-        del table["moments"]
-        if self.moments is not MomentFormat.FP32:
-            table["moments"] = self.moments.value
-        if self.codes is None:
-            del table["codes"]
-        return json.dumps(table, sort_keys=True).encode()
+        return json.dumps(_without_later(self), sort_keys=True, default=lambda enum: enum.value).encode()
 
     @classmethod
     def unpack(cls, data: bytes, *, where: str) -> ImportState:
         """Raises StoreFormatError naming ``where``."""
         try:
-            state: ImportState = _read(cls, json.loads(data), "import")
+            state: ImportState = from_json(cls, json.loads(data), "import")
             return state
         except (TypeError, ValueError) as error:
             raise StoreFormatError(f"{where}: the state of the import is damaged: {error}") from error

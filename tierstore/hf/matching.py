@@ -16,7 +16,6 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.hf.checkpoint import (
     INDEX_NAME,
     Checkpoint,
-    ReadWindow,
     TensorInfo,
     TensorReader,
     refuse_pointer,
@@ -278,7 +277,6 @@ def carried_files(infos: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInf
 
 def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader) -> None:
     """Copies the carried tensors into ``target``, byte for byte, durably. Files that are whole already stay."""
-    window = ReadWindow()
     for name, held in carried_files(infos):
         shard, path = Shard(name, tuple(held)), target / name
         if path.exists() and path.stat().st_size == len(shard.header) + shard.data_bytes:
@@ -288,7 +286,7 @@ def copy_carried(infos: Sequence[TensorInfo], target: Path, reader: TensorReader
         with StreamFile(partial) as file:
             file.append(np.frombuffer(shard.header, np.uint8))
             for info in held:
-                for piece in reader.chunks(info, window):
+                for piece in reader.chunks(info):
                     file.append(piece)
             file.finish()
         partial.rename(path)

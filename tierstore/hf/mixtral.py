@@ -63,8 +63,7 @@ def mixtral(
     found = refusals(model)
     if found:
         raise ConfigError(f"the model does not export as Mixtral: {'; '.join(found)}")
-    if dtype is None:
-        dtype = ExportDtype.FP32 if model.compute_dtype is ComputeDtype.FP32 else ExportDtype.BF16
+    dtype = dtype or ExportDtype(model.compute_dtype.value)
     files = {
         "config.json": json_bytes(config_of(model, dtype)),
         "generation_config.json": json_bytes({"_from_model_config": True}),

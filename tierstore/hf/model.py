@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from tierstore.accelerator import generator_state, has_own_memory, set_generator_state
 from tierstore.errors import StoreFormatError
-from tierstore.hf.describing import quiet_transformers, unit_of
+from tierstore.hf.describing import parse_config, quiet_transformers, unit_of
 from tierstore.hf.experts import (
     AuxLoss,
     BiasBalance,
     ExpertLayer,
     ExpertLoads,
-    ForwardLoads,
     LoadedModule,
     bind,
     routers_of,
@@ -37,10 +36,7 @@ from tierstore.hf.loading import (
     adapt,
     build_module,
     checkpoint_activations,
-    class_of,
     cut_module,
-    parse_config,
-    peft,
     refuse_adapters,
 )
 from tierstore.model.config import CheckpointActivations, ComputeDtype
@@ -57,14 +53,6 @@ from tierstore.train.config import FinetuneConfig
 
 if TYPE_CHECKING:
     from tierstore.hf.spec import HfSpec
-
-
-def import_family(spec: HfSpec) -> None:
-    """Imports transformers, its module of the family, and peft for LoRA. Raises ConfigError, CapabilityError."""
-    with quiet_transformers():
-        class_of(parse_config(spec.config))
-        if spec.lora.enabled:
-            peft()
 
 
 def build_model(
@@ -100,7 +88,7 @@ class _UnderWay:
     """The model's state of the current forward pass, and the states of its random generators."""
 
     seed: tuple[int, int]
-    loads: ForwardLoads
+    loads: tuple[dict[int, Tensor], Tensor | None]
     logits: dict[int, Tensor] | None
     generators: Tensor
 
@@ -230,11 +218,13 @@ class HfModel:
 
     def suspend(self) -> _UnderWay:
         drawn = generator_states(self._devices())
-        return _UnderWay(self._seed, self.loads.under_way, self._aux_loss.under_way, drawn)
+        loads = self.loads.by_layer, self.loads.mask_T
+        return _UnderWay(self._seed, loads, self._aux_loss.under_way, drawn)
 
     def resume(self, state: object) -> None:
         assert isinstance(state, _UnderWay)
-        self._seed, self.loads.under_way, self._aux_loss.under_way = state.seed, state.loads, state.logits
+        self._seed, self._aux_loss.under_way = state.seed, state.logits
+        self.loads.by_layer, self.loads.mask_T = state.loads
         set_generator_states(state.generators, self._devices())
 
     def leaving(self, block: int, output: Any) -> list[Tensor]:

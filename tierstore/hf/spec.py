@@ -13,10 +13,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.capabilities import require_package
 from tierstore.config import as_dict
 from tierstore.dense.layout import Narrow
-from tierstore.errors import ConfigError, StoreError
-from tierstore.hf.describing import CONFIG_NAME, describe_config, read_config, text_positions
+from tierstore.errors import ConfigError, StoreError, StoreFormatError
+from tierstore.hf.describing import (
+    CONFIG_NAME,
+    describe_config,
+    model_class,
+    parse_config,
+    quiet_transformers,
+    read_config,
+    text_positions,
+)
 from tierstore.hf.families import ACTIVATIONS
 from tierstore.hf.manifest import MANIFEST_NAME, ExpertEntry, ExpertLayout, Manifest, UnitEntry, Weights
 from tierstore.model.architecture import Architecture, DenseUnit
@@ -162,8 +171,11 @@ class HfSpec(ModelSpec):
         }
 
     def import_code(self) -> None:
-        """transformers, and its module of the family. Raises ConfigError, and CapabilityError without transformers."""
-        import_module("tierstore.hf.model").import_family(self)
+        """Imports transformers, its module of the family, and peft for LoRA. Raises ConfigError, CapabilityError."""
+        with quiet_transformers():
+            model_class(parse_config(self.config))
+            if self.lora.enabled:
+                require_package("peft", "LoRA of attention")
 
     def build(
         self,
@@ -403,6 +415,14 @@ def stored_spec(
             f"lora.rank: {store} was imported to train the whole model; tierstore import --frozen makes a store for LoRA"
         )
     return hf_spec(manifest, read_config(directory / CONFIG_NAME), finetune, lora, directory)
+
+
+def imported_spec(store: Path) -> HfSpec:
+    """As ``stored_spec``. Raises StoreFormatError if ``store`` holds no import."""
+    spec = stored_spec(store)
+    if spec is None:
+        raise StoreFormatError(f"{store}: no imported model")
+    return spec
 
 
 def recorded_spec(store: Path, state: TrainState) -> ModelSpec:

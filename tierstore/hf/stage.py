@@ -75,8 +75,8 @@ class HfStage(HfModel):
         output = self._entered(given, batch)
         probability_E = None
         if self._is_balanced:
-            sums = self._aux_loss.sums(batch.mask_BT)
-            counts, probability_E = counts + sums.counts.cpu(), sums.probability_E
+            own_counts, probability_E = self._aux_loss.sums(batch.mask_BT)
+            counts = counts + own_counts.cpu()
         if self._ends:
             aux_loss = None if probability_E is None else balance_loss(counts, probability_E)
             return StagePass(None, self._ended(output.logits, batch, aux_loss), values=counts)

@@ -57,16 +57,6 @@ class ModelWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A record that is being read to ``sections``."""
-
-    core: StoreCore
-    schema: RecordSchema
-    sections: list[Buffer]
-    tickets: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Located:
     """The ``groups`` to read of a record in the store of its rank; ``behind``: whether it has missed steps."""
 
@@ -78,8 +68,10 @@ class _Located:
     def nbytes(self) -> int:
         return sum(self.live.schema.layout(group).slot_bytes for group in self.groups)
 
-    def read(self, scratch: Scratch) -> _Read:
-        """Queues the read, and the replay of missed steps, in memory of ``scratch``."""
+    def read(self, scratch: Scratch) -> tuple[_Located, list[Buffer], list[int]]:
+        """Queues the read, and the replay of missed steps, in memory of ``scratch``: the sections, and the tickets to wait
+        for.
+        """
         sections: list[Buffer] = []
         tickets: list[int] = []
         for group in self.groups:
@@ -88,7 +80,7 @@ class _Located:
             tickets.append(self.live.read(group, into, (), Priority.DEMAND))
         if self.behind:
             tickets = [self.core.optimizer.replay_copy(self.live, sections, after=tickets)]
-        return _Read(self.core, self.live.schema, sections, tickets)
+        return self, sections, tickets
 
 
 @dataclass
@@ -103,7 +95,7 @@ class StoredWeights:
     _scratch: dict[GroupLayout, list[Buffer]] = field(default_factory=dict)
     #: The records that are expected, and their reads.
     _expected: deque[tuple[str, bool]] = field(default_factory=deque)
-    _reads: Iterator[_Read] = field(default_factory=lambda: iter(()))
+    _reads: Iterator[tuple[_Located, list[Buffer], list[int]]] = field(default_factory=lambda: iter(()))
     _unit: tuple[str, list[Floats]] = ("", [])
 
     @property
@@ -183,11 +175,11 @@ class StoredWeights:
         """The sections of the weights, and of the moments if the masters or missed steps need them."""
         if self._expected and self._expected[0] == (key, masters):
             self._expected.popleft()
-            read = next(self._reads)
+            located, sections, tickets = next(self._reads)
         else:
-            read = self._locate(key, masters).read(self._own_scratch)
-        read.core.wait(read.tickets)
-        return read.schema, read.sections
+            located, sections, tickets = self._locate(key, masters).read(self._own_scratch)
+        located.core.wait(tickets)
+        return located.live.schema, sections
 
     def _locate(self, key: str, masters: bool) -> _Located:
         # Of the copies that data-parallel ranks hold, which are equal, the first.

@@ -19,7 +19,7 @@ import torch
 
 from tierstore import _native
 from tierstore.errors import DataError
-from tierstore.hf.checkpoint import ReadWindow, TensorInfo, TensorReader
+from tierstore.hf.checkpoint import TensorInfo, TensorReader
 from tierstore.hf.families import Part
 
 # Quantised weights ------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ _BF16_INFINITY = 0x7F80
 
 
 class WeightReader:
-    """Reads pieces of ``tensors``. Any number of threads, each with a ``ReadWindow`` of its own."""
+    """Reads pieces of ``tensors``. Any number of threads may read."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo], reader: TensorReader) -> None:
         self._tensors = tensors
@@ -128,60 +128,56 @@ class WeightReader:
         info = self._tensors.get(source)
         return info is None or info.dtype in ("BF16", "F8_E4M3")
 
-    def read_bf16(self, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow) -> None:
+    def read_bf16(self, piece: Part, begin: int, end: int, out: Bits) -> None:
         """Values ``[begin, end)`` of a piece for which ``is_bf16``, as bits.
 
         Raises DataError naming the tensor when one of them is not finite, and when the file has been cut short; OSError.
         """
         info = self._tensors.get(piece.source)
         if info is None:
-            self._read_mxfp4(piece, begin, end, out, window)
+            self._read_mxfp4(piece, begin, end, out)
         elif info.dtype == "F8_E4M3":
-            self._read_fp8(info, piece, begin, end, out, window)
+            self._read_fp8(info, piece, begin, end, out)
         else:
-            for low, high, values in self._chunks(info, piece, begin, end, window):
+            for low, high, values in self._chunks(info, piece, begin, end):
                 out[low:high] = values
         check_bf16(out, piece.source)
 
-    def read_fp32(self, piece: Part, begin: int, end: int, out: Floats, window: ReadWindow) -> None:
+    def read_fp32(self, piece: Part, begin: int, end: int, out: Floats) -> None:
         """Values ``[begin, end)`` of any piece. Raises as ``read_bf16``."""
         if self.is_bf16(piece.source):
             info = self._tensors.get(piece.source)
             if info is None or info.dtype != "BF16":
                 bits = np.empty(end - begin, np.uint16)
-                self.read_bf16(piece, begin, end, bits, window)
+                self.read_bf16(piece, begin, end, bits)
                 _native.widen_bf16(out, bits)
                 return
-            for low, high, values in self._chunks(info, piece, begin, end, window):
+            for low, high, values in self._chunks(info, piece, begin, end):
                 _native.widen_bf16(out[low:high], values)
         else:
             info = self._tensors[piece.source]
-            for low, high, values in self._chunks(info, piece, begin, end, window):
+            for low, high, values in self._chunks(info, piece, begin, end):
                 out[low:high] = values
         if not _native.all_finite(out):
             raise not_finite(piece.source, int(np.argmin(np.isfinite(out))))
 
-    def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int, window: ReadWindow) -> Any:
+    def _chunks(self, info: TensorInfo, piece: Part, begin: int, end: int) -> Any:
         """(low, high, values) of each chunk, counted from ``begin``."""
         kind = np.dtype(PLAIN[info.dtype])
         first = (piece.index or 0) * piece.numel
         step = _CHUNK_BYTES // kind.itemsize
         for low in range(begin, end, step):
             high = min(low + step, end)
-            raw = self._reader.read(
-                info, (first + low) * kind.itemsize, (first + high) * kind.itemsize, window
-            )
+            raw = self._reader.read(info, (first + low) * kind.itemsize, (first + high) * kind.itemsize)
             values = raw.view(kind)
             if not values.flags.aligned:
                 values = values.copy()
             yield low - begin, high - begin, values
 
-    def _raw(self, info: TensorInfo, begin: int, end: int, window: ReadWindow) -> npt.NDArray[np.uint8]:
-        return self._reader.read(info, begin * info.item_bytes, end * info.item_bytes, window)
+    def _raw(self, info: TensorInfo, begin: int, end: int) -> npt.NDArray[np.uint8]:
+        return self._reader.read(info, begin * info.item_bytes, end * info.item_bytes)
 
-    def _read_fp8(
-        self, info: TensorInfo, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow
-    ) -> None:
+    def _read_fp8(self, info: TensorInfo, piece: Part, begin: int, end: int, out: Bits) -> None:
         rows, columns = info.shape
         scale_info = self._tensors[piece.source + SCALE_SUFFIX]
         across = scale_info.shape[1]
@@ -191,9 +187,9 @@ class WeightReader:
         for low in range(first, last, step):
             high = min(low + step, rows)
             blocks = (low // FP8_BLOCK, -(-high // FP8_BLOCK))
-            raw_scales = self._raw(scale_info, blocks[0] * across, blocks[1] * across, window)
+            raw_scales = self._raw(scale_info, blocks[0] * across, blocks[1] * across)
             scales = _as_fp32(raw_scales, scale_info.dtype).reshape(-1, across)
-            values = self._raw(info, low * columns, high * columns, window).reshape(-1, columns)
+            values = self._raw(info, low * columns, high * columns).reshape(-1, columns)
             made = np.empty(values.shape, np.uint16)
             fp8_to_bf16(values, scales, made)
             flat = made.reshape(-1)
@@ -201,14 +197,14 @@ class WeightReader:
             wanted = slice(max(begin, at), min(end, at + flat.size))
             out[wanted.start - begin : wanted.stop - begin] = flat[wanted.start - at : wanted.stop - at]
 
-    def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits, window: ReadWindow) -> None:
+    def _read_mxfp4(self, piece: Part, begin: int, end: int, out: Bits) -> None:
         if (begin, end) != (0, piece.numel) or piece.index is None:
             raise ValueError(f"{piece.source}: MXFP4 must be read by whole experts")
         blocks, scales = (self._tensors[piece.source + suffix] for suffix in (BLOCKS_SUFFIX, SCALES_SUFFIX))
         one = [info.nbytes // info.shape[0] for info in (blocks, scales)]
         at = piece.index
-        raw_scales = self._raw(scales, at * one[1], (at + 1) * one[1], window).copy()
-        raw_blocks = self._raw(blocks, at * one[0], (at + 1) * one[0], window)
+        raw_scales = self._raw(scales, at * one[1], (at + 1) * one[1]).copy()
+        raw_blocks = self._raw(blocks, at * one[0], (at + 1) * one[0])
         mxfp4_to_bf16(
             raw_blocks.reshape(blocks.shape[1:]),
             raw_scales.reshape(scales.shape[1:]),

@@ -29,7 +29,7 @@ from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, SINGLE_NAME, TensorIn
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.machine import existing_parent
 from tierstore.stats import OnProgress
-from tierstore.store.disk.home import building, building_directory, fsync_directory
+from tierstore.store.disk.home import building, building_directory, fsync_directory, write_durably
 from tierstore.units import format_bytes
 
 #: Default limit of a shard's bytes, as in transformers.
@@ -135,7 +135,7 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
         fsync_directory(partial)
         partial.rename(target)
         fsync_directory(target.absolute().parent)
-        # Last: without it, what a kill leaves before the new name is nobody's. In a directory that is whole it does no harm.
+        # Last: a killed export leaves a directory that the next one recognises by it. In a complete one it does no harm.
         (target / _MARKER).unlink()
         fsync_directory(target)
 
@@ -163,14 +163,6 @@ def _check_space(directory: Path, nbytes: int) -> None:
         )
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Writes and fsyncs a small file; the caller fsyncs its directory."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_model(
     target: Path,
     shards: Sequence[Shard],
@@ -186,7 +178,7 @@ def write_model(
         for name, data in files.items():
             path = directory / name
             path.parent.mkdir(exist_ok=True)
-            write_file(path, data)
+            write_durably(path, data)
             fsync_directory(path.parent)
         write_checkpoint(directory, shards, content, progress)
 
@@ -215,7 +207,7 @@ def write_checkpoint(
                     raise ValueError(f"{tensor.name}: {file.nbytes - before} bytes, expected {tensor.nbytes}")
             file.finish()
     if len(shards) > 1:
-        write_file(directory / INDEX_NAME, json_bytes(index_of(shards), ensure_ascii=True))
+        write_durably(directory / INDEX_NAME, json_bytes(index_of(shards), ensure_ascii=True))
 
 
 def json_bytes(value: object, *, ensure_ascii: bool = False) -> bytes:

@@ -10,8 +10,7 @@
     dense.py       dense parameters: loading, fast products of few rows, compiled graphs
     model.py       forward passes with a cache of keys and values
     batch.py       sequences that join and leave: one padded batch, or batch-invariant passes
-    passes.py      forward passes side by side, which meet at the experts, on one rank or several
-    ranks.py       the sequences of a batch divided over ranks
+    passes.py      forward passes side by side, which meet at the experts; sequences divided over ranks
     language.py    text to tokens and back; stop strings
     sampling.py    chooses the next token
     generating.py  continues texts as the batch has room: ``tierstore generate``

@@ -16,18 +16,11 @@ from tierstore.serve.language import StreamedText
 from tierstore.serve.sampling import TokenSampler
 
 
-class Finish(Enum):
-    """Why an answer ended, in OpenAI's words."""
+class RequestOutcome(Enum):
+    """How a request ended, as metrics count it; the first two are OpenAI's reasons to finish an answer."""
 
     STOP = "stop"  # at an end-of-sequence token, or at a stop string
     LENGTH = "length"  # at its limit of tokens
-
-
-class RequestOutcome(Enum):
-    """How a request ended, as metrics count it."""
-
-    STOP = "stop"
-    LENGTH = "length"
     CANCELLED = "cancelled"  # its client left
     TIMEOUT = "timeout"
     FAILED = "failed"
@@ -36,12 +29,12 @@ class RequestOutcome(Enum):
 @dataclass(frozen=True, slots=True)
 class Update:
     """A part of an answer: ``text`` and ``reasoning`` since the last update; ``tokens``: the number of tokens so far.
-    ``finish`` is set in the last update.
+    ``finish``, STOP or LENGTH, is set in the last update.
     """
 
     text: str
     tokens: int
-    finish: Finish | None
+    finish: RequestOutcome | None
     reasoning: str = ""
 
 
@@ -122,7 +115,7 @@ class GenerationRequest:
 
 
 class RefusedError(Exception):
-    """The queue has no room for the request now. The message is one sentence."""
+    """The queue is full. The message is one sentence."""
 
     def __init__(self, message: str, *, retry_after_s: int) -> None:
         super().__init__(message)
@@ -187,31 +180,29 @@ class RequestQueue:
             self._tokens += asked
             self._changed.notify()
 
-    def remove(self, request: GenerationRequest) -> bool:
-        """Remove a request whose client left; return whether it was still waiting."""
+    def remove(self, request: GenerationRequest) -> None:
+        """Remove a request whose client left, if it still waits."""
         with self._changed:
             self._changed.notify()  # also if the request is in the batch
-            if request not in self._waiting:
-                return False
-            self._waiting.remove(request)
-            self._tokens -= request.most_tokens
-            return True
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._tokens -= request.most_tokens
 
     def give_back(self, waiting: list[GenerationRequest]) -> None:
-        """Put taken requests that found no room back at the front, except those whose client has left."""
+        """Put taken requests that did not fit the batch back at the front, except those whose client has left."""
         with self._changed:
             wanted = [one for one in waiting if not one.cancelled]
             self._waiting.extendleft(reversed(wanted))
             self._tokens += sum(one.most_tokens for one in wanted)
 
-    def take(self, room: int) -> list[GenerationRequest]:
-        """Take the first waiting requests: at most ``room``, and no more than ``limits.prefill_tokens`` tokens when each
+    def take(self, most: int) -> list[GenerationRequest]:
+        """Take the first waiting requests: at most ``most``, and no more than ``limits.prefill_tokens`` tokens when each
         prompt is padded to the longest (but at least one request).
         """
         taken: list[GenerationRequest] = []
         longest = 0
         with self._changed:
-            while self._waiting and len(taken) < room:
+            while self._waiting and len(taken) < most:
                 longest = max(longest, len(self._waiting[0].prompt))
                 if taken and longest * (len(taken) + 1) > self._limits.prefill_tokens:
                     break

@@ -33,17 +33,8 @@ from tierstore.serve.model import (
     select_rows,
     why_apart,
 )
-from tierstore.serve.passes import Called, LockstepPasses
-from tierstore.serve.ranks import ServedRanks
+from tierstore.serve.passes import Called, LockstepPasses, ServedRanks
 from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, Track
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A sequence that has joined the batch: its ``number``, and the logits (V,) that follow its prompt."""
-
-    number: int
-    logits_V: Tensor
 
 
 class SequenceBits:
@@ -157,10 +148,10 @@ class BatchRunner:
         timeline: TimelineSink | None = None,
         operations: OperationSpans | None = None,
     ) -> None:
-        """With ``requesters``, ``experts`` is told which sequences request each expert. Of a prompt only the last token
+        """With ``requesters``, ``experts`` learns which sequences request each expert. Of a prompt only the last token
         counts: a prompt requests most of a layer, but its last token predicts the next requests.
 
-        ``ranks``: the sequences are divided over them (``serve/ranks.py``), and ``passes`` are ``JointPasses``. ``timeline``
+        ``ranks``: the sequences are divided over them (``ServedRanks``), and ``passes`` are ``JointPasses``. ``timeline``
         shows the passes, and after each what ``operations`` recorded.
         """
         self.model = model
@@ -195,13 +186,14 @@ class BatchRunner:
         return "padded, all sequences together"
 
     @torch.inference_mode()
-    def join(self, prompts: Sequence[Sequence[int]]) -> list[Joined]:
-        """Prefill: compute ``prompts`` (at least one token each) together, each layer once. Raises BudgetError if the batch
-        has no room for all of them, or a prompt exceeds the model's context.
+    def join(self, prompts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+        """Prefill: compute ``prompts`` (at least one token each) together, each layer once; return the number of each
+        sequence, in order, and the logits (V,) that follow its prompt. Raises BudgetError if the batch cannot hold all of
+        them, or a prompt exceeds the model's context.
         """
         self._check_prompts(prompts)
         if not prompts:
-            return []
+            return {}
         self._ranks.send(("join", prompts))
         first = self._joined
         numbers = range(first, first + len(prompts))
@@ -217,7 +209,7 @@ class BatchRunner:
         self._joined += len(prompts)
         self._groups += groups
         self._lengths.update(zip(numbers, map(len, prompts), strict=True))
-        return [Joined(number, logits[number]) for number in sorted(logits)]
+        return dict(sorted(logits.items()))
 
     @torch.inference_mode()
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
@@ -245,12 +237,12 @@ class BatchRunner:
         self._lengths = lengths
         return logits
 
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
-        """Join a sequence again that left when its pass failed, with the ``tokens`` (at least one) after its ``prompt``; the
-        logits are those that follow them. Raises what ``join`` and ``step`` do.
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[int, Tensor]:
+        """Join a sequence again that left when its pass failed, with the ``tokens`` (at least one) after its ``prompt``;
+        return its number and the logits that follow them. Raises what ``join`` and ``step`` do.
         """
         # One prefill: the bits of a padded batch depend on its passes anyway.
-        (joined,) = self.join([(*prompt, *tokens)])
+        (joined,) = self.join([(*prompt, *tokens)]).items()
         return joined
 
     @torch.inference_mode()
@@ -409,13 +401,12 @@ class InvariantRunner(BatchRunner):
     def describe(self) -> str:
         return "invariant, each sequence is its own pass, with the same bits as alone"
 
-    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> Joined:
+    def resume(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[int, Tensor]:
         # Token by token, as they were computed before: one prefill of all tokens would round differently.
-        (joined,) = self.join([prompt])
-        number, logits_V = joined.number, joined.logits_V
+        ((number, logits_V),) = self.join([prompt]).items()
         for token in tokens:
             logits_V = self.step({number: token})[number]
-        return Joined(number, logits_V)
+        return number, logits_V
 
     def _parts(self, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]

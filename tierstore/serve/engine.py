@@ -18,16 +18,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tierstore.errors import BudgetError, PeerError, TierstoreError
 from tierstore.machine import MemoryAccount
-from tierstore.serve.admission import Finish, GenerationRequest, RequestOutcome, RequestQueue, Update
+from tierstore.serve.admission import GenerationRequest, RequestOutcome, RequestQueue, Update
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import LimitsConfig
 from tierstore.serve.language import Language
+
+if TYPE_CHECKING:  # it imports this module, and a package that only a server needs
+    from tierstore.serve.api.metrics import ServerMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,32 +62,8 @@ class Running:
     counts: Callable[[], ModelCounts]
     account: MemoryAccount
     lines: tuple[str, ...] = ()
-    #: Without requests, ``runner.idle`` is called after so many seconds. None: it need not be.
+    #: Seconds without requests after which the engine calls ``runner.idle``. None: never.
     idle_s: float | None = None
-
-
-class Watcher(Protocol):
-    """Is notified of passes and requests, by the model's thread unless a method says otherwise."""
-
-    def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
-        """A prefill of ``sequences`` prompts with ``tokens`` tokens in all took ``seconds``."""
-        ...
-
-    def stepped(self, *, sequences: int, seconds: float) -> None:
-        """A decode step, one token for each of ``sequences`` sequences, took ``seconds``."""
-        ...
-
-    def split_up(self) -> None:
-        """A pass of several sequences failed, and each is computed again alone."""
-        ...
-
-    def token(self, *, first: bool, seconds: float) -> None:
-        """A token of an answer was chosen, ``seconds`` after its request was made (if ``first``) or after the last token."""
-        ...
-
-    def ended(self, outcome: RequestOutcome) -> None:
-        """A request has ended. Also called by the event loop."""
-        ...
 
 
 _WEIGHT = 0.1  # of the newest measurement
@@ -106,7 +85,7 @@ def _print(line: str) -> None:
 
 class ServingEngine:
     """Runs a model on a thread of its own. ``opened`` opens the model on that thread; ``sequences``: most sequences of the
-    batch; ``log`` receives lines to print.
+    batch; ``metrics`` counts passes and requests; ``log`` receives lines to print.
 
     A context manager: entering starts to open the model; leaving ends all requests, and raises what opening or running the
     model raised. The event loop calls ``submit`` and ``cancel``.
@@ -118,13 +97,13 @@ class ServingEngine:
         *,
         sequences: int,
         limits: LimitsConfig,
-        watcher: Watcher,
+        metrics: ServerMetrics,
         log: Callable[[str], None] = _print,
     ) -> None:
         self._open = opened
         self._log = log
-        self._room = sequences
-        self._watcher = watcher
+        self._sequences = sequences
+        self._metrics = metrics
         #: Mean seconds of a decode step, and of a prompt token in a prefill.
         self._step_s = self._prompt_token_s = 0.0
         self.queue = RequestQueue(limits, self._retry_after_s)
@@ -182,7 +161,7 @@ class ServingEngine:
         if request.settle():
             request.cancelled = True
             self.queue.remove(request)
-            self._watcher.ended(outcome)
+            self._metrics.ended(outcome)
 
     def drain(self) -> None:
         """Accept no more requests. The thread ends after the last one."""
@@ -197,7 +176,7 @@ class ServingEngine:
         """Estimated seconds until the requests in the batch and the queue are served; 1 to ``_LONGEST_RETRY_S``."""
         prompt_tokens = self.queue.prompt_tokens()
         answers = self.queue.tokens - prompt_tokens + self._tokens_left
-        seconds = -(-answers // self._room) * self._step_s + prompt_tokens * self._prompt_token_s
+        seconds = -(-answers // self._sequences) * self._step_s + prompt_tokens * self._prompt_token_s
         return min(max(math.ceil(seconds), 1), _LONGEST_RETRY_S)
 
     # The methods below run on the model's thread.
@@ -219,14 +198,14 @@ class ServingEngine:
             self._batch.clear()
 
     def _turn(self, running: Running) -> None:
-        """Run a prefill, if a request waits and the batch has room, and a decode step."""
+        """Run a prefill, if a request waits and the batch is not full, and a decode step."""
         for number, request in list(self._batch.items()):
             if request.cancelled:
                 self._leave(running, number)
             elif self.queue.closed:
                 self._leave(running, number)
                 self._fail(request, _SHUT_DOWN)
-        if taken := self.queue.take(self._room - len(self._batch)):
+        if taken := self.queue.take(self._sequences - len(self._batch)):
             self._join(running, taken)
         if self._batch:
             self._step(running)
@@ -262,10 +241,10 @@ class ServingEngine:
         seconds = time.monotonic() - begun
         tokens = sum(map(len, prompts))
         self._prompt_token_s = _mean(self._prompt_token_s, seconds / tokens)
-        self._watcher.joined(sequences=len(taken), tokens=tokens, seconds=seconds)
-        for request, one in zip(taken, joined, strict=True):
-            self._batch[one.number] = request
-            self._advance(running, one.number, one.logits_V)
+        self._metrics.joined(tokens=tokens, seconds=seconds)
+        for request, (number, logits_V) in zip(taken, joined.items(), strict=True):
+            self._batch[number] = request
+            self._advance(running, number, logits_V)
 
     def _step(self, running: Running) -> None:
         begun = time.monotonic()
@@ -285,7 +264,7 @@ class ServingEngine:
             return
         seconds = time.monotonic() - begun
         self._step_s = _mean(self._step_s, seconds)
-        self._watcher.stepped(sequences=len(tokens), seconds=seconds)
+        self._metrics.stepped(sequences=len(tokens), seconds=seconds)
         for number, logits_V in logits.items():
             self._advance(running, number, logits_V)
 
@@ -293,7 +272,7 @@ class ServingEngine:
         """Report that a pass failed and each sequence is computed alone, which is far slower if it happens each time."""
         reason = self._reason(error)
         self._log(f"a {what} of {sequences} sequences failed; computing each alone: {reason}")
-        self._watcher.split_up()
+        self._metrics.split_up()
 
     def _join_again(self, running: Running, failed: list[GenerationRequest]) -> None:
         """Compute each sequence of a failed pass again, alone."""
@@ -301,12 +280,12 @@ class ServingEngine:
             if request.cancelled:
                 continue
             try:
-                one = running.runner.resume(request.prompt, request.tokens)
+                number, logits_V = running.runner.resume(request.prompt, request.tokens)
             except Exception as error:
                 self._fail_by(request, error)
             else:
-                self._batch[one.number] = request
-                self._advance(running, one.number, one.logits_V)
+                self._batch[number] = request
+                self._advance(running, number, logits_V)
 
     def _advance(self, running: Running, number: int, logits_V: Tensor) -> None:
         """Choose the next token of a sequence."""
@@ -319,19 +298,19 @@ class ServingEngine:
             if ends or last:
                 text += request.text.finish()  # the held text may have a stop string
             stopped = ends or request.text.stopped
-            finish = Finish.STOP if stopped else Finish.LENGTH if last else None
+            finish = RequestOutcome.STOP if stopped else RequestOutcome.LENGTH if last else None
         except Exception as error:  # for example logits that are NaN; other requests continue
             self._leave(running, number)
             self._fail_by(request, error)
             return
         now = time.monotonic()
-        self._watcher.token(first=not request.tokens, seconds=now - request.last_s)
+        self._metrics.token(first=not request.tokens, seconds=now - request.last_s)
         request.last_s = now
         request.tokens.append(token)
         if finish is not None:
             self._leave(running, number)
             if request.settle():
-                self._watcher.ended(RequestOutcome(finish.value))
+                self._metrics.ended(finish)
         request.put(Update(text, len(request.tokens), finish, request.text.reasoning()))
 
     def _leave(self, running: Running, number: int) -> None:
@@ -340,7 +319,7 @@ class ServingEngine:
 
     def _fail(self, request: GenerationRequest, message: str) -> None:
         if request.settle():
-            self._watcher.ended(RequestOutcome.FAILED)
+            self._metrics.ended(RequestOutcome.FAILED)
         request.fail(message)
 
     def _fail_by(self, request: GenerationRequest, error: Exception) -> None:

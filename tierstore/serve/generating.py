@@ -107,8 +107,8 @@ class TextGenerator:
         self._begun_s = time.monotonic()
         waiting = deque(enumerate(texts))
         while (waiting or self._running) and not self._stopped():
-            room = self._runner.sequences - len(self._running)
-            joining = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            free = self._runner.sequences - len(self._running)
+            joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
             if joining:
                 self._join(joining)
             else:
@@ -121,9 +121,9 @@ class TextGenerator:
         joined = self._runner.join([text.prompt for _, text in joining])
         self.totals.prefill_s += time.monotonic() - begun
         self.totals.prefill_tokens += sum(len(text.prompt) for _, text in joining)
-        for indexed, start in zip(joining, joined, strict=True):
-            self._running[start.number] = indexed
-            self._advance(start.number, start.logits_V)
+        for indexed, (number, logits_V) in zip(joining, joined.items(), strict=True):
+            self._running[number] = indexed
+            self._advance(number, logits_V)
 
     def _step(self) -> None:
         tokens = {number: text.tokens[-1] for number, (_, text) in self._running.items()}

@@ -23,6 +23,7 @@ from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.spec import recorded_lora, recorded_spec
 from tierstore.machine import MemoryAccount, allowed_bytes, memory, resident_bytes, return_freed_memory
 from tierstore.machine_profile import ASSUMED, Cost, find_profile
+from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Model
 from tierstore.model.spec import ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -72,7 +73,6 @@ from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_summary
 from tierstore.tiers import (
     DeviceSlots,
-    DeviceTier,
     WeightLoads,
     limited_tier,
     open_device_tier,
@@ -484,20 +484,16 @@ class _ExpertOpening:
         """Experts leased from the host cache. If they have LoRA pairs, a pass over a layer first copies the pairs that it
         needs to memory outside the budgets, then leases the experts.
         """
-        spec, experts, pairs = self.stored.spec, self.budgets.slots, self.budgets.pairs
+        spec, slots, pairs = self.stored.spec, self.budgets.slots, self.budgets.pairs
         residency = self.store.cache.residency
-        slots = DeviceSlots(
-            experts.numel, experts.compute.torch, experts.weights, 0, self.stored.records.experts.quantized
-        )
         predictor = served_predictor(self.config, spec, self.owned)
         if pairs is None:
             window = _GATE_EXPERTS * self.stored.records.experts.layout(Group.WEIGHTS).slot_bytes
             gate = GatedPredictor(predictor, partial(settled_bytes, residency), window=window)
             return CachedExperts(self._frozen(slots, expert_key, gate), residency, gate)
-        beside = DeviceSlots(pairs.numel, torch.float32, pairs.weights, 0)
         leased = LoraExperts(
             self._frozen(slots, expert_key, predictor),
-            self._frozen(beside, pair_key, served_predictor(self.config, spec, self.owned)),
+            self._frozen(pairs, pair_key, served_predictor(self.config, spec, self.owned)),
             PairShape.of(spec.expert_shape, self.stored.lora),
             device=self.mesh.device,
         )
@@ -506,9 +502,8 @@ class _ExpertOpening:
     def slotted(self) -> SlottedExperts:
         """Experts in device slots: a ring of whole layers, or chosen experts."""
         config, spec, schema = self.config, self.stored.spec, self.stored.records.experts
-        experts, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
+        slots, prefetch, link = self.budgets.slots, config.prefetch, config.links.copy
         predictor = served_predictor(config, spec, self.owned)
-        slots = DeviceSlots(schema.numel, spec.compute_dtype.torch, experts.weights, 0, schema.quantized)
         frozen = self._frozen(slots, expert_key, predictor)
         layers = config.ring.layers or min(len(spec.moe_layers), slots.weights // spec.experts)
         count = 0 if config.ring.memory is ExpertMemory.SPARSE else layers
@@ -547,25 +542,21 @@ class _ExpertOpening:
             frozen, self.store.cache.residency, ring, predictor=predictor, chooser=chooser, say=_LOG.info
         )
 
-    @property
-    def _schedule(self) -> Schedule:
-        return Schedule.of_layers(self.stored.spec.moe_layers, depth=self.config.prefetch.depth)
-
     def _frozen(
-        self, slots: DeviceSlots[torch.dtype], key: Callable[[int, int], str], predictor: Predictor
+        self, budget: DeviceSlots[ComputeDtype], key: Callable[[int, int], str], predictor: Predictor
     ) -> FrozenExperts:
-        return FrozenExperts(
-            self.store,
-            self._tier(slots),
-            find_records(self.store, self.stored.spec.moe_layers, self.owned, key),
-            predictor=predictor,
-            schedule=self._schedule,
-            ledger=self.ledger,
-        )
-
-    def _tier(self, slots: DeviceSlots[torch.dtype]) -> DeviceTier:
+        """The records ``key`` in a device tier of their own with the slots of ``budget``."""
+        slots = DeviceSlots(budget.numel, budget.compute.torch, budget.weights, 0, budget.quantized)
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
         pinning, engine, device = self.config.pinned_memory, self.store.engine, self.mesh.device
         opened = open_device_tier(engine, slots, device, HugePages.AUTO, loads, pinning, self.timeline)
         self.stack.callback(opened.close)
-        return limited_tier(opened, engine, self.config.links.copy)
+        layers = self.stored.spec.moe_layers
+        return FrozenExperts(
+            self.store,
+            limited_tier(opened, engine, self.config.links.copy),
+            find_records(self.store, layers, self.owned, key),
+            predictor=predictor,
+            schedule=Schedule.of_layers(layers, depth=self.config.prefetch.depth),
+            ledger=self.ledger,
+        )

@@ -76,7 +76,7 @@ class ServedWork:
                 raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def of(self, spec: HfSpec) -> ServedWork:
-        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
+        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less."""
         most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
         for name in ("prompt_tokens", "context"):
             if getattr(self, name) > most:
@@ -182,9 +182,6 @@ def plan_serving(
     if device_memory is not None and not on_host:
         free = device_memory - device_reserve(device_memory) - dense - keys_and_values
 
-    def divided(budget: int) -> ServedBudgets:
-        return served_budgets(replace(config, host_budget=budget), spec, records, device, free=free)
-
     def cache_of(given: ServedBudgets) -> _Cache:
         frames, frame = cache_frames(given.cache - records.scratch, records.schemas, StoreAccess.READ)
         each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
@@ -196,7 +193,7 @@ def plan_serving(
     made = []
     for budget in budgets:
         try:
-            given = divided(budget)
+            given = served_budgets(replace(config, host_budget=budget), spec, records, device, free=free)
             cache = cache_of(given)
         except BudgetError as error:
             raise BudgetError(f"--budgets: {error}") from error

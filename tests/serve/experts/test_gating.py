@@ -13,12 +13,12 @@ from tierstore.model.spec import spec_of
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import AllExperts, PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.cached import GatedPredictor, Settled
+from tierstore.serve.experts.cached import GatedPredictor
 from tierstore.serve.opening import served_predictor
 
 
 def test_by_hand() -> None:
-    counts = [Settled()]
+    counts = [(0, 0)]  # used, wasted
     gate = GatedPredictor(AllExperts(range(2)), lambda: counts[-1], window=10, pause=2)
 
     def one_pass(*, read: bool = True) -> list[list[int]]:
@@ -26,21 +26,21 @@ def test_by_hand() -> None:
         return [gate.predict(layer) for layer in range(2)]
 
     assert gate.closed
-    counts.append(Settled(used=4, wasted=5))  # nine bytes: too few to judge
+    counts.append((4, 5))  # nine bytes: too few to judge
     assert one_pass() == [[0, 1], [0, 1]]
-    counts.append(Settled(used=5, wasted=5))  # half is enough
+    counts.append((5, 5))  # half is enough
     assert one_pass() == [[0, 1], [0, 1]]
     gate.begin(read=True)
     assert gate.predict(0) == [0, 1]
-    counts.append(Settled(used=9, wasted=11))  # 4 of the last 10
+    counts.append((9, 11))  # 4 of the last 10
     assert gate.predict(1) == []
     assert gate.closed, "the rest of the pass"
     for _ in range(2):
         assert one_pass() == [[], []]
         assert gate.closed
-    counts.append(Settled(used=9, wasted=99))  # what came to its end meanwhile is not held against it
+    counts.append((9, 99))  # what came to its end meanwhile is not held against it
     assert one_pass() == [[0, 1], [0, 1]]
-    counts.append(Settled(used=19, wasted=99))
+    counts.append((19, 99))
     assert one_pass() == [[0, 1], [0, 1]]
 
 
@@ -51,7 +51,7 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
         def observe(self, layer: int, experts: Sequence[int]) -> None:
             seen.append((layer, list(experts)))
 
-    gate = GatedPredictor(Listening(range(2)), Settled, window=1, pause=2)
+    gate = GatedPredictor(Listening(range(2)), lambda: (0, 0), window=1, pause=2)
     gate.begin(read=False)
     assert gate.closed
     gate.observe(3, [1])
@@ -59,7 +59,7 @@ def test_what_it_learns_from_goes_on_while_it_is_closed() -> None:
 
 
 def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
-    gate = GatedPredictor(AllExperts(range(2)), Settled, window=10, pause=3)
+    gate = GatedPredictor(AllExperts(range(2)), lambda: (0, 0), window=10, pause=3)
     passes = []
     for read in (True, True, False, False, True, True):
         gate.begin(read=read)
@@ -70,7 +70,7 @@ def test_a_pass_that_follows_one_without_reads_goes_without_guesses() -> None:
 
 def test_what_was_wasted_counts_across_passes_without_reads() -> None:
     wasted = 0
-    gate = GatedPredictor(AllExperts(range(2)), lambda: Settled(wasted=wasted), window=10, pause=3)
+    gate = GatedPredictor(AllExperts(range(2)), lambda: (0, wasted), window=10, pause=3)
     guessed = 0
     for step in range(8):
         gate.begin(read=step % 2 == 0)

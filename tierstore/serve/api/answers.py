@@ -14,7 +14,7 @@ from typing import TypeVar
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tierstore.serve.admission import AnswerError, Finish, GenerationRequest, RequestOutcome, Update
+from tierstore.serve.admission import AnswerError, GenerationRequest, RequestOutcome, Update
 from tierstore.serve.api.bodies import ApiError
 from tierstore.serve.engine import ServingEngine
 
@@ -37,7 +37,7 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(
-        self, text: str, finish: Finish, usage: dict[str, int], *, reasoning: str = ""
+        self, text: str, finish: RequestOutcome, usage: dict[str, int], *, reasoning: str = ""
     ) -> dict[str, object]:
         """The answer as one object. A chat includes its reasoning, if there is any."""
         if self.style is RequestKind.CHAT:
@@ -61,7 +61,7 @@ class Shape:
             return self._chunk([_choice(None, delta={name: value for name, value in named.items() if value})])
         return self._chunk([_choice(None, text=text)])
 
-    def closing(self, finish: Finish, usage: dict[str, int]) -> bytes:
+    def closing(self, finish: RequestOutcome, usage: dict[str, int]) -> bytes:
         """The events after the text."""
         empty: dict[str, object] = {"delta": {}} if self.style is RequestKind.CHAT else {"text": ""}
         events = self._chunk([_choice(finish, **empty)])
@@ -88,7 +88,7 @@ class Shape:
         }
 
 
-def _choice(finish: Finish | None, **content: object) -> dict[str, object]:
+def _choice(finish: RequestOutcome | None, **content: object) -> dict[str, object]:
     reason = None if finish is None else finish.value
     return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
@@ -180,7 +180,7 @@ class Answering:
         """Yield the answer as events. If it ends early, the last event is the error."""
         if (opening := self._shape.opening()) is not None:
             yield opening
-        tokens, finish = 0, Finish.STOP
+        tokens, finish = 0, RequestOutcome.STOP
         updates = self.updates()
         try:
             async for update in updates:

@@ -18,7 +18,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class ServerMetrics:
-    """Counts what happens in an engine (``Watcher``), for Prometheus."""
+    """Counts what happens in an engine, for Prometheus."""
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
@@ -67,26 +67,31 @@ class ServerMetrics:
             **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in RequestOutcome},
         }
 
-    # The methods of ``Watcher``, mostly on the engine's thread; prometheus_client locks its counters.
+    # The engine calls the methods below, mostly on the model's thread; prometheus_client locks its counters.
 
-    def joined(self, *, sequences: int, tokens: int, seconds: float) -> None:
+    def joined(self, *, tokens: int, seconds: float) -> None:
+        """A prefill of prompts with ``tokens`` tokens in all took ``seconds``."""
         self._prompt.inc(tokens)
         self._prefill.observe(seconds)
         self._tokens[0] += tokens
 
     def stepped(self, *, sequences: int, seconds: float) -> None:
+        """A decode step, one token for each of ``sequences`` sequences, took ``seconds``."""
         self._step.observe(seconds)
         self._batch.observe(sequences)
 
     def split_up(self) -> None:
+        """A pass of several sequences failed, and each is computed again alone."""
         self._split_up.inc()
 
     def token(self, *, first: bool, seconds: float) -> None:
+        """A token of an answer was chosen, ``seconds`` after its request was made (if ``first``) or after the last token."""
         (self._first if first else self._between).observe(seconds)
         self._generated.inc()
         self._tokens[1] += 1
 
     def ended(self, outcome: RequestOutcome) -> None:
+        """A request has ended. Also called by the event loop."""
         self._ended.labels(outcome.value).inc()
         self._outcomes[outcome] += 1
 

@@ -49,7 +49,3 @@ class ServedExperts(ExpertSource, GuessListener, Protocol):
     def late_prefetch_bytes(self) -> int:
         """Bytes of prefetches that were still in flight when they were needed."""
         ...
-
-    def describe(self) -> list[str]:
-        """Lines on which experts the device holds now, and why."""
-        ...

@@ -9,7 +9,6 @@ order of the program, and so do the decisions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tierstore._native import Residency
 from tierstore.moe.source import ExpertLease
@@ -23,28 +22,15 @@ from tierstore.serve.experts import ServingPhase
 LEAST_USED = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Speculated bytes whose outcome is known, since the store was opened: used, or wasted."""
-
-    used: int = 0
-    wasted: int = 0
-
-    def __sub__(self, other: Settled) -> Settled:
-        return Settled(self.used - other.used, self.wasted - other.wasted)
-
-    @property
-    def total(self) -> int:
-        return self.used + self.wasted
-
-
 class GatedPredictor:
-    """Guesses like ``inner``, or not at all (``Predictor``). Each ``window`` bytes that ``settled`` counts are judged: if
-    too few were used, the rest of the pass and ``pause`` more passes have no guesses.
+    """Guesses like ``inner``, or not at all (``Predictor``).
+
+    ``settled``: the speculated bytes whose outcome is known, since the store was opened: used, and wasted. Each ``window``
+    bytes of them are judged: if too few were used, the rest of the pass and ``pause`` more passes have no guesses.
     """
 
     def __init__(
-        self, inner: Predictor, settled: Callable[[], Settled], *, window: int, pause: int = 16
+        self, inner: Predictor, settled: Callable[[], tuple[int, int]], *, window: int, pause: int = 16
     ) -> None:
         self._inner, self._settled = inner, settled
         self._window, self._pause = window, pause
@@ -74,20 +60,21 @@ class GatedPredictor:
         """The guesses of ``inner``; none if nothing has to be read, or too little of what is read is used."""
         if self.closed:
             return []
-        now = self._settled() - self._since
-        if now.total >= self._window:
-            self._since = self._settled()
-            if now.used < LEAST_USED * now.total:
+        now = self._settled()
+        used, wasted = (count - before for count, before in zip(now, self._since, strict=True))
+        if used + wasted >= self._window:
+            self._since = now
+            if used < LEAST_USED * (used + wasted):
                 self._left = self._pause + 1
                 self.closed = True
                 return []
         return self._inner.predict(layer)
 
 
-def settled_bytes(residency: Residency) -> Settled:
-    """The counters of ``residency``."""
+def settled_bytes(residency: Residency) -> tuple[int, int]:
+    """The counters of ``residency``, for ``GatedPredictor``."""
     stats = residency.stats()
-    return Settled(stats.useful_prefetch_bytes, stats.wasted_prefetch_bytes)
+    return stats.useful_prefetch_bytes, stats.wasted_prefetch_bytes
 
 
 class CachedExperts:
@@ -146,9 +133,6 @@ class CachedExperts:
 
     def offer(self, source: int, layer: int, chosen_E: Counts) -> None:
         self._frozen.offer(source, layer, chosen_E)
-
-    def describe(self) -> list[str]:
-        return ["experts on the device: the ring is not used, since the CPU reads the host cache directly"]
 
     def _end(self) -> None:
         """Close the open access, if any: a traceback may keep its iterator alive for long."""

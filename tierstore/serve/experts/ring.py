@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,15 +27,6 @@ from tierstore.moe.source import ExpertLease
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.program import Access
 from tierstore.timeline import NullTimeline, TimelineSink, Track
-
-
-@dataclass(slots=True)
-class _Refill:
-    """The copies of a layer, for the timeline."""
-
-    layer: int
-    start_ns: int
-    tickets: Sequence[int]
 
 
 class Ring:
@@ -71,7 +61,8 @@ class Ring:
         self._timeline = timeline or NullTimeline()
         #: The layers that are in the ring or being copied, the next one first.
         self.held: list[int] = []
-        self._refills: list[_Refill] = []
+        #: Layers whose copies are under way, when they began, and their tickets, for the timeline.
+        self._refills: list[tuple[int, int, Sequence[int]]] = []
 
     def clear(self) -> None:
         """Empty all slots, for use by the ring."""
@@ -106,7 +97,7 @@ class Ring:
         for layer in [layer for layer in wanted if layer not in self.held]:
             tickets = self._walk.bring(layer, self._experts)
             if self._timeline.enabled:
-                self._refills.append(_Refill(layer, time.monotonic_ns(), tickets))
+                self._refills.append((layer, time.monotonic_ns(), tickets))
         self.held = wanted
         for ahead in range(self._count, min(self._count + self._depth, total)):
             following = self._layers[(place + ahead) % total]
@@ -118,7 +109,9 @@ class Ring:
         if not self._refills:
             return
         now = time.monotonic_ns()
-        for refill in [each for each in self._refills if all(map(self._done, each.tickets))]:
-            self._refills.remove(refill)
-            name, args = f"layer {refill.layer} into the ring", {"layer": refill.layer}
-            self._timeline.add(Track.RING, name, refill.start_ns, now, args)
+        for refill in self._refills.copy():
+            layer, start_ns, tickets = refill
+            if all(map(self._done, tickets)):
+                self._refills.remove(refill)
+                name, args = f"layer {layer} into the ring", {"layer": layer}
+                self._timeline.add(Track.RING, name, start_ns, now, args)

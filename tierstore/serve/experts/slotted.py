@@ -153,9 +153,6 @@ class SlottedExperts(CachedExperts):
         """The layers to guess experts of; none with a ring."""
         return [] if self._rings else super().reach(layer)
 
-    def describe(self) -> list[str]:
-        return [] if self.choice is None else [self.choice.describe()]
-
     def _in_turns(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         counts, model, slots = self._counts[self._phase], self._chooser.model, self._slots
         if self._tokens:
