@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
 
-from tierstore.bench.namespaces import namespaces_limited_to
+from tierstore.bench.namespaces import rank_namespaces
 from tierstore.dense import DenseConfig, DenseSlices, Fusion, GatherOnDemand, unit_layouts
 from tierstore.model import ModelConfig, Transformer
 from tierstore.parallel import ParallelConfig, RankGroup, launch
@@ -114,7 +114,7 @@ def main() -> None:
     asked = options(
         __doc__, ranks=2, layers=8, d_model=128, tokens=64, rounds=7, steps=3, namespace_bandwidth=0
     )
-    with namespaces_limited_to(asked.namespace_bandwidth, asked.ranks) as namespaces:
+    with rank_namespaces(asked.ranks, bandwidth=asked.namespace_bandwidth) as namespaces:
         # Between barriers all ranks see the same seconds.
         found = run_ranks(
             rank, asked.ranks, asked.layers, asked.d_model, asked.tokens, asked.rounds, asked.steps,

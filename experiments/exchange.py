@@ -31,7 +31,7 @@ import torch
 from emulation import OUTPUT, finish, options, run_ranks, start
 
 from tierstore.bench.namespaces import RankNamespace, limit_namespace, rank_namespaces
-from tierstore.capabilities import Capability, Finding
+from tierstore.capabilities import Finding
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost
@@ -76,13 +76,12 @@ def delay_namespace(namespace: RankNamespace, *, bandwidth: int, latency_s: floa
 
 def probe_netem() -> Finding:
     """Whether a namespace here can delay what it sends: one is made, with ``tc netem``, and removed."""
-    with rank_namespaces(1, bandwidth=1 << 20) as (resolution, namespaces):
-        try:
-            for namespace in namespaces:
-                delay_namespace(namespace, bandwidth=1 << 20, latency_s=1e-3)
-        except CapabilityError as error:
-            return Finding(False, str(error))
-        return Finding(bool(namespaces), resolution.reason)
+    try:
+        with rank_namespaces(1, bandwidth=1 << 20, option="--network") as (namespace,):
+            delay_namespace(namespace, bandwidth=1 << 20, latency_s=1e-3)
+    except CapabilityError as error:
+        return Finding(False, str(error))
+    return Finding(True, "a namespace was made and delayed")
 
 
 @contextlib.contextmanager
@@ -92,7 +91,7 @@ def node_namespaces(network: str, nodes: int) -> Iterator[tuple[Sequence[RankNam
     if network == "process" or (network == "auto" and not netem.available):
         yield (), netem
         return
-    with rank_namespaces(nodes, bandwidth=UNLIMITED, setting=Capability.ON) as (_, namespaces):
+    with rank_namespaces(nodes, bandwidth=UNLIMITED, option="--network") as namespaces:
         yield namespaces, netem
 
 

@@ -35,12 +35,10 @@ from tierstore import machine
 from tierstore.bench.documents import Better, Measurement, counted, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
-    ExistingPath,
     FigureTable,
     Found,
     Progress,
     at_least,
-    option,
     ratios,
     size_option,
     store_option,
@@ -49,6 +47,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit
 from tierstore.bench.train_bound import compulsory
 from tierstore.cli.options import config_overrides
+from tierstore.config import PathKind, option
 from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
 from tierstore.store.config import IoConfig
@@ -114,7 +113,7 @@ class GenerationRace(Benchmark):
     """
 
     model: Path = option(
-        text="A directory of transformers or a store.", argument=True, path=ExistingPath.DIRECTORY
+        help="A directory of transformers or a store.", argument=True, path=PathKind.EXISTING_DIRECTORY
     )
     rivals: str = option(",".join(RIVALS), "The rivals that take part, with commas.")
     imported: Path | None = option(None, "A store of MODEL that is there already.")
@@ -131,7 +130,7 @@ class GenerationRace(Benchmark):
     requests: int = option(40, "Requests of that load.")
     timeout: float = option(900.0, "Seconds within which each must answer.")
     settings: tuple[str, ...] = option(
-        (), "Set a configuration key of tierstore, KEY=VALUE.", flag="--set", shown=False
+        (), "Set a configuration key of tierstore, KEY=VALUE.", "--set", shown=False
     )
     store: Path = store_option()
 

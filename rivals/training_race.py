@@ -40,7 +40,6 @@ from tierstore.bench.harness import (
     Found,
     Progress,
     at_least,
-    option,
     ratios,
     size_option,
     store_option,
@@ -49,6 +48,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes
 from tierstore.bench.train import StepDisk
 from tierstore.bench.train_bound import compulsory
+from tierstore.config import option
 from tierstore.errors import DataError
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
@@ -93,7 +93,7 @@ class TrainingRace(Benchmark):
     rivals: tuple[str, ...] = option(
         (),
         "A rival that takes part; repeat the option for several (default: all).",
-        flag="--rival",
+        "--rival",
         shown=False,
     )
     model: TrainedModel = option(

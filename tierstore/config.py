@@ -11,7 +11,7 @@ chooses (``[tasks.code]``, and ``tasks.code.weight=2`` as an override).
 Metadata: ``help`` is the text that ``dotted_fields`` shows; ``read_as`` is the dataclass of a field whose
 annotation is wider; ``words`` names values of an ``int``, which are then read and written by these names
 alone; ``size`` marks bytes: an ``int`` then also takes ``"512MiB"``; a ``str`` is checked and stays text, so
-that a fraction such as ``"25%"`` can be resolved once the whole is known.
+that a fraction such as ``"25%"`` can be resolved once the whole is known. ``option`` declares fields of the command line.
 
 TOML has no null, so the word ``none`` stands for one: in a field that may be None, ``"none"`` is None.
 
@@ -95,6 +95,26 @@ class FieldInfo:
     def in_words(self, value: object) -> object:
         """The name of ``value`` if it has one, else ``value`` itself."""
         return next((word for word, number in self.words.items() if number == value), value)
+
+
+class PathKind(Enum):
+    """What an option's path must be."""
+
+    FILE = "file"  # it need not exist
+    EXISTING_FILE = "existing file"
+    EXISTING_DIRECTORY = "existing directory"
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", *names: str, **how: Any) -> Any:
+    """A dataclass field that is an option of a command, with its default and help (``tierstore.cli.options``).
+
+    ``names``: the option's names (default: from the field's, ``--host-budget`` for ``host_budget``). ``how``: ``size``
+    (bytes, typed as 512MiB), ``least`` and ``most`` (of an integer), ``choices`` (texts, or members of an enum), ``path`` (a
+    ``PathKind``, or the ``OutputKind`` of a file to write), ``argument`` (positional), ``typed`` (the default as text),
+    ``shown`` (False: ``--help`` shows no default, and the field's is used if the option is not given), ``key`` (the option
+    sets this key of a benchmark's configuration), ``click`` (further arguments of ``click.option``).
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "names": names, **how})
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:

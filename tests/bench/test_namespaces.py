@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from tierstore.bench.namespaces import namespaces_limited_to, probe_namespaces, rank_namespaces
-from tierstore.capabilities import Capability
+from tierstore.bench.namespaces import probe_namespaces, rank_namespaces
 from tierstore.errors import CapabilityError, ConfigError
 
 _RECEIVE = """
@@ -37,14 +36,11 @@ def namespaces() -> set[str]:
 
 
 def test_a_rank_sends_no_faster_than_its_bucket_fills() -> None:
-    """1 MiB at 4 MiB/s, of which the bucket's content goes at once: 0.1875 s. Elsewhere: the reason is told."""
+    """1 MiB at 4 MiB/s, of which the bucket's content goes at once: 0.1875 s."""
     finding = probe_namespaces()
-    with rank_namespaces(2, bandwidth=_BANDWIDTH) as (resolution, ranks):
-        assert bool(resolution) is finding.available
-        assert resolution.reason
-        if not resolution:
-            assert ranks == []
-            return
+    if not finding.available:
+        return
+    with rank_namespaces(2, bandwidth=_BANDWIDTH) as ranks:
         assert [rank.environment["MASTER_ADDR"] for rank in ranks] == [ranks[0].address] * 2
         one = ranks[0].command([sys.executable, "-c", _RECEIVE])
         with subprocess.Popen(one, stdout=subprocess.PIPE, text=True) as receiver:
@@ -60,42 +56,24 @@ def test_a_rank_sends_no_faster_than_its_bucket_fills() -> None:
     assert not mine & namespaces()
 
 
-def test_off_probes_nothing() -> None:
-    with rank_namespaces(2, bandwidth=1, setting=Capability.OFF) as (resolution, ranks):
-        assert (bool(resolution), ranks, resolution.reason) == (False, [], "switched off")
+def test_no_bandwidth_means_no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with rank_namespaces(2, bandwidth=0) as none:
+        assert none == []
 
 
-def test_who_may_not_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert probe_namespaces().reason == "only root may create network namespaces"
-    with (
-        pytest.raises(CapabilityError, match="only root"),
-        rank_namespaces(2, bandwidth=1, setting=Capability.ON),
-    ):
+    message = r"^--namespace-bandwidth: no network namespaces here: only root"
+    with pytest.raises(CapabilityError, match=message), rank_namespaces(2, bandwidth=1):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert probe_namespaces().reason == "there is no ip and no tc"
 
 
-def test_what_an_option_asks_for_is_had_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with namespaces_limited_to(0, 2) as none:
-        assert none == []
-    finding = probe_namespaces()
-    if finding.available:
-        with namespaces_limited_to(_BANDWIDTH, 2) as made:
-            assert len(made) == 2
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with (
-        pytest.raises(
-            CapabilityError, match=r"^--namespace-bandwidth: no network namespaces here: only root"
-        ),
-        namespaces_limited_to(_BANDWIDTH, 2),
-    ):
-        pass
-
-
-@pytest.mark.parametrize(("ranks", "bandwidth"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(0, 1), (1, -1)])
 def test_what_is_no_network_is_refused(ranks: int, bandwidth: int) -> None:
     with pytest.raises(ConfigError, match="at least 1 rank"), rank_namespaces(ranks, bandwidth=bandwidth):
         pass

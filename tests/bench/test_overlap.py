@@ -160,10 +160,12 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankProcesses]:
     """Two ranks, in network namespaces where there are some. Nothing here fills their buckets."""
-    with rank_namespaces(2, bandwidth=1 << 20) as (resolution, namespaces):
-        assert len(namespaces) == (2 if resolution else 0)
-        with RankProcesses(namespaces) as started:
-            yield started
+    bandwidth = 1 << 20 if probe_namespaces().available else 0
+    with (
+        rank_namespaces(2, bandwidth=bandwidth) as namespaces,
+        RankProcesses(namespaces) as started,
+    ):
+        yield started
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def test_a_page_of_several() -> None:
         "tierstore bench: commit, adamw",
         "commit: against an earlier run",
         "slower",
-        "≤ 1.200: met",
+        "at most 1.200: met",
         "a &lt;processor&gt;",
         "block_bytes=65536",
         "1.125 to 1.225",

@@ -35,8 +35,9 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore.bench.documents import Better, derived, measured
-from tierstore.bench.harness import Benchmark, ExistingPath, Found, Progress, at_least, option, ratios
+from tierstore.bench.harness import Benchmark, Found, Progress, at_least, ratios
 from tierstore.bench.probes import Bytes, DiskProbe
+from tierstore.config import PathKind, option
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 
@@ -52,6 +53,9 @@ _READ_BYTES = 256 << 20
 _PROBE_BYTES = 1 << 30
 
 _Array = npt.NDArray[np.float32]
+#: One moment of all parameters, in one of the formats.
+_Moments = _Array | npt.NDArray[np.uint16] | tuple[npt.NDArray[np.uint8], _Array]
+_NARROW = (_native.MomentFormat.BF16, _native.MomentFormat.INT8)
 _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 
 
@@ -66,7 +70,7 @@ class AdamWBench(Benchmark):
     parameters: int = option(100_000_000, "fp32 parameters.")
     threads: int = option(2)
     repeats: int = option(7, "Rounds.")
-    store: Path = option(Path(), "Directory to measure the record read in.", path=ExistingPath.DIRECTORY)
+    store: Path = option(Path(), "Directory to measure the record read in.", path=PathKind.EXISTING_DIRECTORY)
 
     def __post_init__(self) -> None:
         at_least(1, parameters=self.parameters, threads=self.threads, repeats=self.repeats)
@@ -227,9 +231,10 @@ class _Memory:
         self._exp_avg_sq: _Array = state["exp_avg_sq"].numpy()
         self._grad: _Array = gradient.numpy()
         self._copied = np.empty_like(self._weight)
-        self._narrow = {
-            form: [_encoded(form, *pair) for pair in self._moments()]
-            for form in (_native.MomentFormat.BF16, _native.MomentFormat.INT8)
+        moments = (_native.Moment.EXP_AVG, self._exp_avg), (_native.Moment.EXP_AVG_SQ, self._exp_avg_sq)
+        self._moments: dict[_native.MomentFormat, list[_Moments]] = {
+            _native.MomentFormat.FP32: [self._exp_avg, self._exp_avg_sq],
+            **{form: [_encoded(form, *pair) for pair in moments] for form in _NARROW},
         }
         # Threads begin at blocks of 8-bit moments.
         whole = _native.MOMENT_BLOCK
@@ -241,21 +246,9 @@ class _Memory:
         for future in [self._pool.submit(work, part) for part in self._parts]:
             future.result()
 
-    def adamw(self, steps: _Array) -> None:
-        """tierstore's AdamW: one step with the gradient, or several without."""
-
-        def work(part: slice) -> None:
-            gradient = self._grad[part] if len(steps) == 1 else None
-            _native.adamw(self._weight[part], self._exp_avg[part], self._exp_avg_sq[part], gradient, steps)
-
-        self._everywhere(work)
-
-    def _moments(self) -> list[tuple[_native.Moment, _Array]]:
-        return [(_native.Moment.EXP_AVG, self._exp_avg), (_native.Moment.EXP_AVG_SQ, self._exp_avg_sq)]
-
-    def narrow_adamw(self, form: _native.MomentFormat, steps: _Array) -> None:
-        """``adamw`` with moments in ``form``."""
-        exp_avg, exp_avg_sq = self._narrow[form]
+    def adamw(self, form: _native.MomentFormat, steps: _Array) -> None:
+        """tierstore's AdamW with moments in ``form``: one step with the gradient, or several without."""
+        exp_avg, exp_avg_sq = self._moments[form]
 
         def work(part: slice) -> None:
             _native.adamw(
@@ -288,13 +281,13 @@ def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecut
     programs: dict[str, Callable[[], object]] = {
         "copy": memory.copy,
         "torch": memory.optimizer.step,
-        "step": lambda: memory.adamw(one),
-        "replay": lambda: memory.adamw(missed),
-        "subnormal": lambda: memory.adamw(missed),
+        "step": partial(memory.adamw, _native.MomentFormat.FP32, one),
+        "replay": partial(memory.adamw, _native.MomentFormat.FP32, missed),
+        "subnormal": partial(memory.adamw, _native.MomentFormat.FP32, missed),
     }
-    for form in (_native.MomentFormat.BF16, _native.MomentFormat.INT8):
-        programs[form.name.lower()] = partial(memory.narrow_adamw, form, one)
-        programs[f"{form.name.lower()}_replay"] = partial(memory.narrow_adamw, form, missed)
+    for form in _NARROW:
+        programs[form.name.lower()] = partial(memory.adamw, form, one)
+        programs[f"{form.name.lower()}_replay"] = partial(memory.adamw, form, missed)
     # Set up untimed. The subnormal replay starts from an exp_avg that falls below the smallest normal fp32, 1.2e-38, on
     # its way, and an exp_avg_sq that is already below it.
     moments = {"replay": (1e-3, 1e-6), "subnormal": (2e-38, 1e-40)}
@@ -311,11 +304,8 @@ def _measure(parameters: int, threads: int, repeats: int, pool: ThreadPoolExecut
     return samples
 
 
-_Narrow = npt.NDArray[np.uint16] | tuple[npt.NDArray[np.uint8], _Array]
-
-
-def _encoded(form: _native.MomentFormat, moment: _native.Moment, values: _Array) -> _Narrow:
-    out: _Narrow
+def _encoded(form: _native.MomentFormat, moment: _native.Moment, values: _Array) -> _Moments:
+    out: npt.NDArray[np.uint16] | tuple[npt.NDArray[np.uint8], _Array]
     if form is _native.MomentFormat.BF16:
         out = np.empty(values.size, np.uint16)
     else:
@@ -325,7 +315,7 @@ def _encoded(form: _native.MomentFormat, moment: _native.Moment, values: _Array)
     return out
 
 
-def _sliced(moment: _Narrow, part: slice) -> _Narrow:
+def _sliced(moment: _Moments, part: slice) -> _Moments:
     if isinstance(moment, tuple):
         block = _native.MOMENT_BLOCK
         return moment[0][part], moment[1][part.start // block : -(-part.stop // block)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.bench.documents import Better, measured
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, option, prefixed
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, prefixed
+from tierstore.config import option
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests

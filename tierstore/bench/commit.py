@@ -26,7 +26,6 @@ from tierstore.bench.harness import (
     Found,
     Progress,
     at_least,
-    option,
     prefixed,
     ratios,
     size_option,
@@ -34,6 +33,7 @@ from tierstore.bench.harness import (
     work_directory,
 )
 from tierstore.bench.probes import Bytes, DiskProbe, Durable
+from tierstore.config import option
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 

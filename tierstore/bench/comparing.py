@@ -77,6 +77,25 @@ class Comparison:
     only_old: tuple[str, ...]
     only_new: tuple[str, ...]
 
+    def as_json(self) -> dict[str, object]:
+        return {
+            "bench": self.bench,
+            "warnings": self.warnings,
+            "measurements": [
+                {
+                    "measurement": row.new.label,
+                    "unit": row.new.unit,
+                    "new_to_old_ratio": row.ratio,
+                    "low_ratio": row.low,
+                    "high_ratio": row.high,
+                    "verdict": row.word,
+                }
+                for row in self.rows
+            ],
+            "only_old": self.only_old,
+            "only_new": self.only_new,
+        }
+
 
 def compare(old: Document, new: Document) -> Comparison:
     """Compare ``new`` with ``old``. Raises DataError if they are of different benchmarks or share no measurement."""

@@ -32,6 +32,7 @@ from tierstore.units import format_bytes, format_seconds
 
 FORMAT_VERSION = 1
 _FORMAT = "tierstore-bench"
+_SHOWN_UNITS = ("s", "bytes", "bytes/s", "ratio")  # which ``shown`` includes, or needs not
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
 #: The type of each key's value, in the file and in errors.
 _KINDS = {
@@ -100,6 +101,25 @@ class Measurement:
         """The name with its parameters: ``step (run=tiered)``."""
         given = ", ".join(f"{key}={value}" for key, value in self.parameters.items())
         return f"{self.name} ({given})" if given else self.name
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The row of a table for people."""
+        unit = "" if self.unit in _SHOWN_UNITS else f" {self.unit}"
+        median, low, high = (f"{shown(one, self.unit)}{unit}" for one in (self.median, self.low, self.high))
+        target = "-"
+        if self.target is not None:
+            sign = "at least" if self.better is Better.HIGHER else "at most"
+            target = f"{sign} {shown(self.target, self.unit)}{unit}: {'met' if self.met else 'MISSED'}"
+        return {
+            "measurement": self.label,
+            "median": median,
+            "quartiles": "-" if self.count == 1 else f"{low} to {high}",
+            "samples": str(self.count),
+            "better": "-" if self.better is Better.NEITHER else self.better.value,
+            "target": target,
+            "from": self.evidence.value,
+        }
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -1,9 +1,10 @@
 """What all benchmarks share: options, results, tables, ratios, targets, and checks before the work.
 
-A benchmark is one file of this package, with a frozen dataclass derived from ``Benchmark``: its fields are the options of
-``tierstore bench NAME``, its docstring is the help, and ``run`` measures and returns ``Found``. The command line
-(``tierstore.cli.bench``) derives the options, prints the tables, and implements ``--json``, ``--save``, ``--compare`` and
-``--html``. Every module of this package that declares such a class is a benchmark: there is no list of them.
+A benchmark is one file of this package, with a frozen dataclass derived from ``Benchmark``: its fields, declared by
+``tierstore.config.option``, are the options of ``tierstore bench NAME``, its docstring is the help, and ``run`` measures and
+returns ``Found``. The command line (``tierstore.cli.bench``) derives the options, prints the tables, and implements
+``--json``, ``--save``, ``--compare`` and ``--html``. Every module of this package that declares such a class is a benchmark:
+there is no list of them.
 
 ``Found.figures`` is the object of ``--json``. The end of a key is the unit of its number: ``_s``, ``_bytes``,
 ``_bytes_per_s``, ``_per_s``, ``_ratio``, ``_count``. Tables are views of such objects, formatted by these units.
@@ -12,16 +13,16 @@ A benchmark is one file of this package, with a frozen dataclass derived from ``
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.documents import Better, Measurement, Origin, shown
+from tierstore.bench.documents import Measurement, Origin, shown
+from tierstore.config import option
 from tierstore.errors import ConfigError
 from tierstore.machine import existing_parent
 from tierstore.units import parse_size
@@ -31,24 +32,6 @@ WORK_DIRECTORY = Path("tierstore-bench")
 
 
 # Options ----------------------------------------------------------------------------------------------------
-
-
-class ExistingPath(Enum):
-    """The kind of a path that must exist, for an option."""
-
-    FILE = "file"
-    DIRECTORY = "directory"
-
-
-def option(default: Any = dataclasses.MISSING, text: str = "", **how: Any) -> Any:
-    """A field of a ``Benchmark`` that is an option of its command. ``text``: its help. ``how``:
-
-    ``flag`` (the option, if not the field's name), ``size`` (bytes, typed as 512MiB), ``least`` (of an integer),
-    ``path`` (an ``ExistingPath``, or the ``OutputKind`` of a file to write), ``choices`` (of an enum's members),
-    ``argument`` (positional), ``shown`` (False: ``--help`` shows no default, and the field's default is used if the option
-    is not given), ``key`` (the option sets this key of the benchmark's configuration).
-    """
-    return field(default=default, metadata={"help": text, **how})
 
 
 def size_option(default: str, text: str = "", **how: Any) -> Any:
@@ -168,28 +151,17 @@ class Found:
         whole run.
         """
         rows = [
-            {
-                "what": one.label,
-                "median": shown(one.median, one.unit),
-                "quartiles": "-"
-                if one.count == 1
-                else f"{shown(one.low, one.unit)} to {shown(one.high, one.unit)}",
-                "target": "-" if one.target is None else _target(one),
-            }
+            one.texts
             for one in self.measurements
             if not self.shown
             or one.target is not None
             or (one.evidence is Origin.DERIVED and not one.parameters)
         ]
         return FigureTable(
-            "", {"": "what", "median": "median", "quartiles": "quartiles", "target": "target"}, rows
+            "",
+            {"": "measurement", "median": "median", "quartiles": "quartiles", "target": "target"},
+            rows,
         )
-
-
-def _target(one: Measurement) -> str:
-    assert one.target is not None
-    sign = "at least" if one.better is Better.HIGHER else "at most"
-    return f"{sign} {shown(one.target, one.unit)}: {'met' if one.met else 'MISSED'}"
 
 
 def prefixed(prefix: str, figures: Mapping[str, object]) -> dict[str, object]:

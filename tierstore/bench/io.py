@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, option, size_option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
 from tierstore.bench.io_load import (
     IN_FLIGHT_LIMIT,
     DataFiles,
@@ -44,6 +44,7 @@ from tierstore.bench.io_turns import (
     with_fio,
 )
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
+from tierstore.config import option
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import IoPoint, save_io_point
 from tierstore.stats import percentile
@@ -90,7 +91,7 @@ class IoBench(Benchmark):
     backends: tuple[IoBackendName, ...] = option(
         _BACKENDS,
         "Backends to measure, the first in most detail (default: all).",
-        flag="--backend",
+        "--backend",
         choices=_BACKENDS,
         shown=False,
     )

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,10 @@ class PeerRecords:
 
     count: int
     nbytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.nbytes
 
     def content(self, number: int) -> _Bytes:
         return np.frombuffer(np.random.default_rng(number).bytes(self.nbytes), np.uint8)
@@ -272,49 +276,54 @@ def missing_peers() -> list[str]:
     return [name for name in PEERS if importlib.util.find_spec(name) is None]
 
 
-@dataclass(frozen=True)
 class _PeerProgram:
-    program: str
-    peer: Peer
-    paths: list[Path]
-    order: list[int]
-    nbytes: int
+    """A library with ``records`` written to ``directory`` and checked. Raises PeerMismatch, and what the library raises."""
+
+    def __init__(self, name: str, peer: Peer, directory: Path, records: PeerRecords) -> None:
+        self.program = _TITLES.get(name, name)
+        self._peer, self._records = peer, records
+        self._order: list[int] = np.random.default_rng(0).permutation(records.count).tolist()
+        self._paths = peer.prepare(directory, records)
+        self._drop_pages()
+        self._check()
+
+    def _drop_pages(self) -> None:
+        for path in self._paths:
+            drop_pages(path)
 
     def measure(self) -> Sample:
-        for path in self.paths:
-            drop_pages(path)
+        self._drop_pages()
         cpu, begun = cpu_s(), time.perf_counter()
-        self.peer.read(self.order, lambda number, content: None)
+        self._peer.read(self._order, lambda number, content: None)
         elapsed = time.perf_counter() - begun
         return Sample(
-            nbytes=len(self.order) * self.nbytes,
+            nbytes=self._records.total_bytes,
             elapsed_s=elapsed,
             cpu_s=cpu_s() - cpu,
-            operations=len(self.order),
+            operations=self._records.count,
             latencies=Latencies(),
         )
 
     def warm(self) -> str | None:
         """A note on how much stays in the page cache after dropping its pages; None if next to nothing."""
-        for path in self.paths:
-            drop_pages(path)
-        left = page_cache_bytes(self.paths)
-        if not left or left < _COLD_SHARE * len(self.order) * self.nbytes:
+        self._drop_pages()
+        left = page_cache_bytes(self._paths)
+        if not left or left < _COLD_SHARE * self._records.total_bytes:
             return None
         return f"{self.program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
 
-    def check(self, records: PeerRecords) -> None:
+    def _check(self) -> None:
         """Raise PeerMismatch unless every record arrives once, as it was written."""
         seen: list[int] = []
 
         def take(number: int, content: _Bytes) -> None:
-            if not np.array_equal(content, records.content(number)):
+            if not np.array_equal(content, self._records.content(number)):
                 raise PeerMismatch(f"{self.program}: record {number} is not what was written")
             seen.append(number)
 
-        self.peer.read(self.order, take)
-        if sorted(seen) != sorted(self.order):
-            raise PeerMismatch(f"{self.program}: read records {sorted(seen)} of {sorted(self.order)}")
+        self._peer.read(self._order, take)
+        if sorted(seen) != sorted(self._order):
+            raise PeerMismatch(f"{self.program}: read records {sorted(seen)} of {sorted(self._order)}")
 
 
 def compare_peers(
@@ -335,9 +344,12 @@ def compare_peers(
     notes: list[str] = []
     with ExitStack() as stack:
         programs: list[_PeerProgram] = []
-        for name, peer in _peers(chunk_bytes, queue_depth, absent):
+        for name, make in {OURS: Ours, **PEERS}.items():
+            if name in absent:
+                continue
+            peer = make(chunk_bytes, queue_depth)
             try:
-                program = _program(name, peer, directory, records)
+                program = _PeerProgram(name, peer, directory, records)
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
@@ -351,29 +363,3 @@ def compare_peers(
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
     return ProgramComparison(title=title, series=series, targets=targets), [*missing, *notes]
-
-
-def _program(name: str, peer: Peer, directory: Path, records: PeerRecords) -> _PeerProgram:
-    """``peer`` with its records written, synced and read once. Raises PeerMismatch, and whatever the library raises."""
-    paths = peer.prepare(directory, records)
-    for path in paths:
-        _sync(path)
-    order = np.random.default_rng(0).permutation(records.count).tolist()
-    program = _PeerProgram(_TITLES.get(name, name), peer, paths, order, records.nbytes)
-    program.check(records)
-    return program
-
-
-def _peers(chunk_bytes: int, queue_depth: int, absent: Sequence[str]) -> Iterator[tuple[str, Peer]]:
-    yield OURS, Ours(chunk_bytes, queue_depth)
-    for name, make in PEERS.items():
-        if name not in absent:
-            yield name, make(chunk_bytes, queue_depth)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -69,13 +69,6 @@ class SpeedRatio:
     cpu: float | None
     target: float | None = None
 
-    @staticmethod
-    def of(ours: Series, theirs: Series, target: float | None = None) -> SpeedRatio:
-        cpu = percentile(ratios(ours.costs, theirs.costs), 50) if all(theirs.costs) else None
-        return SpeedRatio(
-            to=theirs.program, rounds=ratios(ours.speeds, theirs.speeds), cpu=cpu, target=target
-        )
-
     def figures(self) -> dict[str, Any]:
         found = spread(self.rounds)
         return {
@@ -102,7 +95,15 @@ class ProgramComparison:
     def ratios(self) -> list[SpeedRatio]:
         """Our ratio to each of the others."""
         ours, *others = self.series
-        return [SpeedRatio.of(ours, theirs, self.targets.get(theirs.program)) for theirs in others]
+        return [
+            SpeedRatio(
+                to=theirs.program,
+                rounds=ratios(ours.speeds, theirs.speeds),
+                cpu=percentile(ratios(ours.costs, theirs.costs), 50) if all(theirs.costs) else None,
+                target=self.targets.get(theirs.program),
+            )
+            for theirs in others
+        ]
 
     def figures(self) -> dict[str, Any]:
         return {

@@ -25,20 +25,11 @@ import numpy as np
 
 from tierstore import _native, machine
 from tierstore.bench.documents import Better, Measurement, derived, measured
-from tierstore.bench.harness import (
-    Benchmark,
-    ExistingPath,
-    FigureTable,
-    Found,
-    Progress,
-    at_least,
-    option,
-    size_option,
-)
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
 from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.bench.processes import AskedRanks, serve
 from tierstore.capabilities import chosen_instruction_set
-from tierstore.config import as_dict, from_dict
+from tierstore.config import PathKind, as_dict, from_dict, option
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.machine import resident_bytes
@@ -68,7 +59,7 @@ class MachineBench(Benchmark):
     threads: int = option(0, "Threads of torch (0: unchanged).")
     disk_bytes: int = size_option("64MiB", "Bytes of one transfer stream.")
     directory: Path = option(
-        Path(), "Measure the disk under this directory.", flag="--dir", path=ExistingPath.DIRECTORY
+        Path(), "Measure the disk under this directory.", "--dir", path=PathKind.EXISTING_DIRECTORY
     )
     train: TrainConfig = field(
         default_factory=TrainConfig, metadata={"configuration": ("links.gather.", "links.exchange.")}
@@ -86,23 +77,41 @@ class MachineBench(Benchmark):
 
     def run(self, progress: Progress) -> Found:
         """Measure, and write the profile. Raises OSError, WorkerError."""
-        found = measure_machine(self, progress)
-        save_profile(found.profile, self.profile)
+        progress.say("computation")
+        points = _computation(self)
+        process = resident_bytes()  # torch and its libraries are imported by now
+        progress.say("copies and AdamW")
+        points |= _kernels(self.repeats)
+        progress.say("disk")
+        points |= _disk(self)
+        progress.say(f"collectives of {self.ranks} ranks")
+        points |= _collectives(self)
+        lines = {name: fit_cost(*zip(*pairs, strict=True)) for name, pairs in points.items()}
+        profile = Profile(
+            evidence=Evidence.MEASURED,
+            machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
+            ranks=self.ranks,
+            process_bytes=process,
+            exchanges={count: lines[f"{_EXCHANGE}{count}"] for count in _counts(self.ranks)},
+            **{name: cost for name, cost in lines.items() if not name.startswith(_EXCHANGE)},
+        )
+        save_profile(profile, self.profile)
         costs, rows = [], []
-        for name in found.points:
-            cost, assumed, errors = cost_of(found.profile, name), _assumed(name), found.error_ratios(name)
-            rate = "flops_per_s" if name in _COMPUTING else "bytes_per_s"
+        measurements: list[Measurement] = []
+        for name, cost in lines.items():
+            errors = fit_errors(cost, *zip(*points[name], strict=True))
             costs.append(
                 {
                     "cost": name,
                     "latency_s": cost.latency_s,
-                    rate: cost.per_s,
+                    "flops_per_s" if name in _COMPUTING else "bytes_per_s": cost.per_s,
                     "median_error_ratio": statistics.median(errors),
                     "largest_error_ratio": max(errors),
                 }
             )
-            rates = {"rate": cost, "assumed": assumed}
+            rates = {"rate": cost, "assumed": _assumed(name)}
             rows.append(costs[-1] | {column: _rate(name, one.per_s) for column, one in rates.items()})
+            measurements += _measurements(name, points[name], cost)
         columns = {
             "": "cost",
             "latency": "latency_s",
@@ -113,61 +122,14 @@ class MachineBench(Benchmark):
         }
         return Found(
             figures={"profile": self.profile, "costs": costs},
-            measurements=list(measurements(found)),
-            shown=[FigureTable(f"{found.profile.machine}; written to {self.profile}", columns, rows)],
+            measurements=measurements,
+            shown=[FigureTable(f"{profile.machine}; written to {self.profile}", columns, rows)],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredMachine:
-    """A profile, and for each of its costs, by name, the points (amount, seconds) that its line was fitted to."""
-
-    profile: Profile
-    points: Mapping[str, _Points]
-
-    def error_ratios(self, name: str) -> list[float]:
-        """The relative error of the line at each point of the cost ``name``."""
-        points, cost = self.points[name], cost_of(self.profile, name)
-        return fit_errors(cost, [amount for amount, _ in points], [spent for _, spent in points])
-
-
-def measure_machine(bench: MachineBench, progress: Progress) -> MeasuredMachine:
-    """Measure the profile of this machine. Raises OSError, WorkerError."""
-    progress.say("computation")
-    points = _computation(bench)
-    process = resident_bytes()  # torch and its libraries are imported by now
-    progress.say("copies and AdamW")
-    points |= _kernels(bench.repeats)
-    progress.say("disk")
-    points |= _disk(bench)
-    progress.say(f"collectives of {bench.ranks} ranks")
-    points |= _collectives(bench)
-    profile = Profile(
-        evidence=Evidence.MEASURED,
-        machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
-        ranks=bench.ranks,
-        process_bytes=process,
-        exchanges={count: _fit(points[f"{_EXCHANGE}{count}"]) for count in _counts(bench.ranks)},
-        **{name: _fit(pairs) for name, pairs in points.items() if not name.startswith(_EXCHANGE)},
-    )
-    return MeasuredMachine(profile, points)
-
-
-def cost_of(profile: Profile, name: str) -> Cost:
-    """The cost with the name ``name`` in ``points``."""
-    if name.startswith(_EXCHANGE):
-        return profile.exchanges[int(name.removeprefix(_EXCHANGE))]
-    cost: Cost = getattr(profile, name)
-    return cost
 
 
 def _counts(ranks: int) -> list[int]:
     """Numbers of ranks whose all-to-alls are measured: 2, 4, 8, .. and ``ranks``."""
     return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
-
-
-def _fit(points: _Points) -> Cost:
-    return fit_cost([amount for amount, _ in points], [spent for _, spent in points])
 
 
 def _timed(work: Callable[[], object], repeats: int) -> list[float]:
@@ -194,19 +156,17 @@ def _assumed(name: str) -> Cost:
     return cost or ASSUMED.expert_flops
 
 
-def measurements(found: MeasuredMachine) -> Iterator[Measurement]:
-    """The measurements of ``run`` for a document: each point with its samples, and the fitted lines."""
-    for name, points in found.points.items():
-        kind = "operations" if name in _COMPUTING else "bytes"
-        samples: dict[float, list[float]] = {}
-        for amount, spent in points:
-            samples.setdefault(amount, []).append(spent)
-        for amount, times in samples.items():
-            yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
-        cost = cost_of(found.profile, name)
-        yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
-        if math.isfinite(cost.per_s):
-            yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
+def _measurements(name: str, points: _Points, cost: Cost) -> Iterator[Measurement]:
+    """Each point of a cost with its samples, and the fitted line."""
+    kind = "operations" if name in _COMPUTING else "bytes"
+    samples: dict[float, list[float]] = {}
+    for amount, spent in points:
+        samples.setdefault(amount, []).append(spent)
+    for amount, times in samples.items():
+        yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
+    yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
+    if math.isfinite(cost.per_s):
+        yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
 
 
 # Disk -------------------------------------------------------------------------------------------------------

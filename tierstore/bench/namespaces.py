@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.capabilities import Finding
 from tierstore.errors import CapabilityError, ConfigError
 
 _INTERFACE = "eth0"
@@ -60,35 +60,25 @@ def probe_namespaces() -> Finding:
 
 @contextlib.contextmanager
 def rank_namespaces(
-    ranks: int, *, bandwidth: int, setting: Capability = Capability.AUTO
-) -> Iterator[tuple[Resolution, list[RankNamespace]]]:
-    """Yield ``ranks`` namespaces, each limited to sending ``bandwidth`` bytes a second; none if the capability resolves to
-    OFF. They are removed at exit, and a process that still runs in one loses its network.
+    ranks: int, *, bandwidth: int, option: str = "--namespace-bandwidth"
+) -> Iterator[list[RankNamespace]]:
+    """Yield ``ranks`` namespaces, each limited to sending ``bandwidth`` bytes a second; none for a bandwidth of 0. They are
+    removed at exit, and a process that still runs in one loses its network.
 
-    Raises CapabilityError for ON if it is lacking, ConfigError for an invalid number.
+    Raises CapabilityError that names ``option`` if this machine cannot make them, ConfigError for an invalid number.
     """
-    if ranks < 1 or bandwidth < 1:
+    if ranks < 1 or bandwidth < 0:
         raise ConfigError(
-            f"namespaces: expected at least 1 rank and 1 byte a second, got {ranks}, {bandwidth}"
+            f"namespaces: expected at least 1 rank and 0 bytes a second, got {ranks}, {bandwidth}"
         )
-    resolution = resolve("network namespaces", setting, probe_namespaces)
-    if not resolution:
-        yield resolution, []
-        return
-    # A process may have several networks at a time.
-    with _network(f"tierstore-{os.getpid()}-{secrets.token_hex(4)}", ranks, bandwidth) as made:
-        yield resolution, made
-
-
-@contextlib.contextmanager
-def namespaces_limited_to(bandwidth: int, ranks: int) -> Iterator[list[RankNamespace]]:
-    """The namespaces for ``--namespace-bandwidth``: none for 0, else one per rank. Raises CapabilityError."""
-    if bandwidth == 0:
+    if not bandwidth:
         yield []
         return
-    with rank_namespaces(ranks, bandwidth=bandwidth) as (resolution, made):
-        if not resolution:
-            raise CapabilityError(f"--namespace-bandwidth: no network namespaces here: {resolution.reason}")
+    finding = probe_namespaces()
+    if not finding.available:
+        raise CapabilityError(f"{option}: no network namespaces here: {finding.reason}")
+    # A process may have several networks at a time.
+    with _network(f"tierstore-{os.getpid()}-{secrets.token_hex(4)}", ranks, bandwidth) as made:
         yield made
 
 

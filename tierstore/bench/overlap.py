@@ -29,14 +29,13 @@ from tierstore.bench.harness import (
     Progress,
     at_least,
     more_than_0,
-    option,
     size_option,
     store_option,
     work_directory,
 )
-from tierstore.bench.namespaces import RankNamespace, namespaces_limited_to
+from tierstore.bench.namespaces import RankNamespace, rank_namespaces
 from tierstore.bench.processes import AskedRanks
-from tierstore.config import as_dict
+from tierstore.config import as_dict, option
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.outputs import OutputKind, write_output
@@ -226,7 +225,7 @@ class OverlapBench(Benchmark):
         """Measure. Raises ConfigError (``store`` exists), CapabilityError (no namespaces), WorkerError, OSError."""
         with (
             work_directory(self.store),
-            namespaces_limited_to(self.namespace_bandwidth, _RANKS) as namespaces,
+            rank_namespaces(_RANKS, bandwidth=self.namespace_bandwidth) as namespaces,
             RankProcesses(namespaces) as ranks,
         ):
             return _run(self, ranks, progress)

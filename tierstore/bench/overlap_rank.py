@@ -18,12 +18,13 @@ import math
 import shutil
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -63,25 +64,25 @@ from tierstore.train.session import open_session
 from tierstore.train.setup import stall_spans
 
 
-class Computer(Protocol):
-    """Computes for given times, one after another."""
+class Computer(ABC):
+    """Computes for given times, one after another; by default on the calling thread, with nothing left pending."""
 
+    @abstractmethod
     def launch(self, seconds: float) -> None: ...
 
     def finished(self) -> list[int]:
         """Tickets after which everything launched is done."""
-        ...
+        return []
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Return when everything launched is done."""
-        ...
 
     def clock_ns(self) -> int:
         """Now, or the time when everything launched will be done: while it computes, time does not pass."""
-        ...
+        return time.monotonic_ns()
 
 
-class Processor:
+class Processor(Computer):
     """Computes products on the calling thread."""
 
     def __init__(self) -> None:
@@ -103,17 +104,8 @@ class Processor:
         for _ in range(max(1, round(seconds / self._s))):
             torch.mm(self._x, self._w, out=self._out)
 
-    def finished(self) -> list[int]:
-        return []
 
-    def synchronize(self) -> None:
-        """Nothing is pending."""
-
-    def clock_ns(self) -> int:
-        return time.monotonic_ns()
-
-
-class EmulatedDevice:
+class EmulatedDevice(Computer):
     """A device that is busy for given times."""
 
     def __init__(self, engine: Engine) -> None:
@@ -149,32 +141,30 @@ def schedule_of(shape: StackShape) -> Schedule:
     )
 
 
+@dataclass(eq=False)
 class SlicedUnits:
-    """Flat fp32 units in equal slices, gathered into buffers that are reused."""
+    """Flat fp32 units of ``numel`` in equal slices, gathered into buffers that are reused."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        link: CollectiveLink,
-        units: int,
-        numel: int,
-        ledger: StallLedger,
-        timeline: TimelineSink,
-    ) -> None:
-        self._group = group
-        self._link = link
-        self._ledger = ledger
-        self._timeline = timeline
-        self._slices = [torch.full((numel // group.size,), float(unit)) for unit in range(units)]
-        self._numel = numel
+    group: RankGroup
+    link: CollectiveLink
+    units: InitVar[int]
+    numel: int
+    ledger: StallLedger
+    timeline: TimelineSink
+
+    def __post_init__(self, units: int) -> None:
+        self._slices = [torch.full((self.numel // self.group.size,), float(unit)) for unit in range(units)]
         self._spare: deque[torch.Tensor] = deque()
         self._gathered: dict[int, tuple[torch.Tensor, Work]] = {}
         self._reducing: dict[int, tuple[torch.Tensor, torch.Tensor, Work]] = {}
 
+    def _buffer(self) -> torch.Tensor:
+        return self._spare.popleft() if self._spare else torch.empty(self.numel)
+
     def gather(self, unit: int) -> None:
-        buffer = self._spare.popleft() if self._spare else torch.empty(self._numel)
-        self._gathered[unit] = (buffer, self._group.all_gather(buffer, self._slices[unit]))
-        self._timeline.add(Track.GATHERS, f"gather {unit}", *self._link.last_turn)
+        buffer = self._buffer()
+        self._gathered[unit] = (buffer, self.group.all_gather(buffer, self._slices[unit]))
+        self.timeline.add(Track.GATHERS, f"gather {unit}", *self.link.last_turn)
 
     def use(self, unit: int) -> None:
         self._gathered[unit][1].wait()
@@ -191,65 +181,56 @@ class SlicedUnits:
 
     def reduce(self, unit: int) -> None:
         """Reduce-scatter a gradient (the parameters themselves) without waiting for it."""
-        buffer = self._spare.popleft() if self._spare else torch.empty(self._numel)
+        buffer = self._buffer()
         buffer.copy_(self._gathered[unit][0])
         piece = torch.empty_like(self._slices[unit])
-        self._reducing[unit] = (buffer, piece, self._group.reduce_scatter(buffer, piece))
-        self._timeline.add(Track.REDUCTIONS, f"scatter {unit}", *self._link.last_turn)
+        self._reducing[unit] = (buffer, piece, self.group.reduce_scatter(buffer, piece))
+        self.timeline.add(Track.REDUCTIONS, f"scatter {unit}", *self.link.last_turn)
 
     def step(self, unit: int) -> None:
         buffer, piece, work = self._reducing.pop(unit)
-        with self._ledger.stall(layer=unit, tier=Tier.RANKS, cause=Cause.REDUCE):
+        with self.ledger.stall(layer=unit, tier=Tier.RANKS, cause=Cause.REDUCE):
             work.wait()
         self._slices[unit].add_(piece, alpha=1e-6)
         self._spare.append(buffer)
 
 
+@dataclass(eq=False, kw_only=True)
 class SyntheticStack:
     """One rank's layers, ready to step."""
 
-    def __init__(
-        self,
-        shape: StackShape,
-        schedule: Schedule,
-        store: StoreCore,
-        dense: SlicedUnits,
-        experts: TieredExperts,
-        ledger: StallLedger,
-        *,
-        computer: Computer,
-        timeline: TimelineSink,
-    ) -> None:
-        self.store = store
-        self.ledger = ledger
-        self._computer = computer
-        self._shape = shape
-        self._schedule = schedule
-        self._dense = dense
-        self.experts = experts
-        self._timeline = timeline
-        self._queue = HorizontalQueue(schedule, dense, ledger)
-        self._operations = OperationSpans(store.engine, timeline)
+    shape: StackShape
+    schedule: Schedule
+    store: StoreCore
+    dense: SlicedUnits
+    experts: TieredExperts
+    ledger: StallLedger
+    computer: Computer
+    timeline: TimelineSink
+
+    def __post_init__(self) -> None:
+        self._queue = HorizontalQueue(self.schedule, self.dense, self.ledger)
+        self._operations = OperationSpans(self.store.engine, self.timeline)
 
     def compute_only(self) -> float:
         """Seconds that the computations of a step take when nothing is moved."""
-        started = self._computer.clock_ns()
-        for item in self._schedule.passes:
+        started = self.computer.clock_ns()
+        for item in self.schedule.passes:
             if item.phase is not Phase.OPTIMIZER:
-                for _ in range(self._shape.experts):
-                    self._computer.launch(self._expert_s(item.phase))
-                self._computer.launch(self._dense_s(item.phase))
-        self._computer.synchronize()
-        return (self._computer.clock_ns() - started) / 1e9
+                for _ in range(self.shape.experts):
+                    self.computer.launch(self._expert_s(item.phase))
+                self.computer.launch(self._dense_s(item.phase))
+        self.computer.synchronize()
+        return (self.computer.clock_ns() - started) / 1e9
 
     def step(self) -> float:
         """Run one training step; returns its seconds."""
-        clock_ns = self._computer.clock_ns
+        clock_ns = self.computer.clock_ns
         started = clock_ns()
         with self.store.optimizer_step(1e-3):
             self.experts.begin_micro(index=0, count=1)
             self._queue.begin(training=True)
-            for item in self._schedule.passes:
+            for item in self.schedule.passes:
                 begun = clock_ns()
                 with self._queue.during(item.unit, item.phase):
                     if item.phase is Phase.FORWARD:
@@ -257,36 +238,36 @@ class SyntheticStack:
                     elif item.phase is Phase.BACKWARD:
                         self._backward(item.unit)
                     else:
-                        self._dense.step(item.unit)
+                        self.dense.step(item.unit)
                 name = f"{item.phase.name.lower()} {item.unit}"
-                self._timeline.add(Track.COMPUTE, name, begun, clock_ns())
+                self.timeline.add(Track.COMPUTE, name, begun, clock_ns())
         seconds = (clock_ns() - started) / 1e9
         self._operations.drain()
         return seconds
 
     def _forward(self, unit: int) -> None:
-        self._computer.launch(self._dense_s(Phase.FORWARD))
-        self._computer.synchronize()  # as a program does to request the experts that a router chose
-        for _ in self.experts.forward(unit, range(self._shape.experts)):
-            self._computer.launch(self._expert_s(Phase.FORWARD))
+        self.computer.launch(self._dense_s(Phase.FORWARD))
+        self.computer.synchronize()  # as a program does to request the experts that a router chose
+        for _ in self.experts.forward(unit, range(self.shape.experts)):
+            self.computer.launch(self._expert_s(Phase.FORWARD))
 
     def _backward(self, unit: int) -> None:
-        for lease in self.experts.backward(unit, range(self._shape.experts)):
-            self._computer.launch(self._expert_s(Phase.BACKWARD))
+        for lease in self.experts.backward(unit, range(self.shape.experts)):
+            self.computer.launch(self._expert_s(Phase.BACKWARD))
             assert lease.gradients is not None
             torch.mul(lease.flat, 1e-3, out=lease.gradients)
-        self._computer.launch(self._dense_s(Phase.BACKWARD))
-        self._dense.reduce(unit)
+        self.computer.launch(self._dense_s(Phase.BACKWARD))
+        self.dense.reduce(unit)
 
     def _dense_s(self, phase: Phase) -> float:
-        return self._shape.forward_s * (0.5 if phase is Phase.FORWARD else 1.0)
+        return self.shape.forward_s * (0.5 if phase is Phase.FORWARD else 1.0)
 
     def _expert_s(self, phase: Phase) -> float:
-        return self._dense_s(phase) / self._shape.experts
+        return self._dense_s(phase) / self.shape.experts
 
     def drain(self) -> None:
         """Release what was gathered ahead."""
-        self._dense.wait_all()
+        self.dense.wait_all()
         self._queue.reset()
 
 
@@ -343,7 +324,14 @@ def open_stack(
             )
             dense = SlicedUnits(group, link, shape.layers, shape.dense_numel, ledger, timeline)
             yield SyntheticStack(
-                shape, schedule, store, dense, experts, ledger, computer=computer, timeline=timeline
+                shape=shape,
+                schedule=schedule,
+                store=store,
+                dense=dense,
+                experts=experts,
+                ledger=ledger,
+                computer=computer,
+                timeline=timeline,
             )
         finally:
             link.clock_ns = clock_ns

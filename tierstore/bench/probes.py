@@ -131,15 +131,13 @@ class DiskProbe:
         while moved.read < mix.read or moved.written < mix.written:
             size = next(sizes)
             # The one that is further behind goes next.
-            if moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read:
+            behind = moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read
+            if behind or moved.written >= mix.written:
                 self._submit("read", next(self._order), size)
                 moved = Bytes(moved.read + size, moved.written)
-            elif moved.written < mix.written:
+            else:
                 self._submit("write", next(self._order), size)
                 moved = Bytes(moved.read, moved.written + size)
-            else:
-                self._submit("read", next(self._order), size)
-                moved = Bytes(moved.read + size, moved.written)
         self._drain(durable)
         return moved.total / (time.perf_counter() - begun)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tierstore import __version__
 from tierstore.bench.comparing import Comparison
 from tierstore.bench.comparing import table as comparison_rows
-from tierstore.bench.documents import Document, Measurement, Origin, shown
+from tierstore.bench.documents import Document, Measurement, Origin
 from tierstore.outputs import OutputKind, write_output
 from tierstore.reports.page import Cell, Column, PageSection, Table, check_report, named_values, render_page
 from tierstore.units import format_bytes
@@ -65,42 +65,23 @@ def _section(document: Document) -> PageSection:
 
 
 def _rows(document: Document, folded: bool) -> Table:
-    names = ("measurement", "median", "quartiles", "samples", "better", "target", "from")
+    columns = dict.fromkeys(name for one in document.measurements for name in one.texts)
     return Table(
         caption=f"Measurements of bench {document.bench}",
-        columns=list(map(Column, names)),
-        rows=[
-            [
-                Cell(one.label),
-                Cell(_amount(one, one.median)),
-                Cell("-" if one.count == 1 else f"{_amount(one, one.low)} to {_amount(one, one.high)}"),
-                Cell(str(one.count)),
-                Cell("-" if one.better.value == "neither" else one.better.value),
-                _target(one),
-                Cell(one.evidence.value, one.evidence.value),
-            ]
-            for one in document.measurements
-        ],
+        columns=list(map(Column, columns)),
+        rows=[[_cell(one, name) for name in columns] for one in document.measurements],
         summary=f"All {len(document.measurements)} measurements" if folded else "",
     )
 
 
-def _amount(one: Measurement, value: float) -> str:
-    own = one.unit in ("s", "bytes", "bytes/s", "ratio")  # already in the formatted text
-    return shown(value, one.unit) + ("" if own else f" {one.unit}")
-
-
-def _target(one: Measurement) -> Cell:
-    if one.target is None:
-        return Cell("-")
-    sign = "≥" if one.better.value == "higher" else "≤"
-    met = "met" if one.met else "missed"
-    return Cell(f"{sign} {_amount(one, one.target)}: {met}", met)
+def _cell(one: Measurement, column: str) -> Cell:
+    styles = {"from": one.evidence.value, "target": {None: "", True: "met", False: "missed"}[one.met]}
+    return Cell(one.texts[column], styles.get(column, ""))
 
 
 def _targets(documents: Sequence[Document]) -> Table:
     rows = [
-        [Cell(document.bench), Cell(one.label, "text"), Cell(_amount(one, one.median)), _target(one)]
+        [Cell(document.bench), Cell(one.label, "text"), _cell(one, "median"), _cell(one, "target")]
         for document in documents
         for one in document.measurements
         if one.target is not None

@@ -33,7 +33,6 @@ from tierstore.bench.harness import (
     Found,
     Progress,
     at_least,
-    option,
     ratios,
     require_free,
     size_option,
@@ -43,6 +42,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import DiskProbe, slope_of
 from tierstore.bench.processes import ask_module, serve
 from tierstore.cache.access import Need, Phase
+from tierstore.config import option
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.gc import Mode, collect
@@ -84,7 +84,7 @@ class ScaleBench(Benchmark):
         typed=_DIRTY,
     )
     policies: tuple[str, ...] = option(
-        ("lfu-decay", "next-use"), "Cache policies whose decisions are timed.", flag="--policy"
+        ("lfu-decay", "next-use"), "Cache policies whose decisions are timed.", "--policy"
     )
     accesses: int = option(4000, "Accesses timed in each round.")
     rounds: int = option(5)
@@ -485,21 +485,17 @@ def _open(directory: str, host_budget: int) -> tuple[float, int]:
         return seconds, allocated_bytes() - before
 
 
-def measure(request: Mapping[str, Any]) -> dict[str, object]:
-    """``open_s`` and ``index_bytes``, one of each per turn; a first turn, which fills caches, is not counted."""
-    times, nbytes = [], []
-    for turn in range(int(request["repeats"]) + 1):
-        _, least = _open(request["small"], request["host_budget"])
-        seconds, most = _open(request["large"], request["host_budget"])
-        if turn:
-            times.append(seconds)
-            nbytes.append(max(most - least, 0))
-    return {"open_s": times, "index_bytes": nbytes}
-
-
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
+    """``open_s`` and ``index_bytes``, one of each per turn; a first turn, which fills caches, is not counted."""
     for request in requests:
-        yield measure(request)
+        times, nbytes = [], []
+        for turn in range(int(request["repeats"]) + 1):
+            _, least = _open(request["small"], request["host_budget"])
+            seconds, most = _open(request["large"], request["host_budget"])
+            if turn:
+                times.append(seconds)
+                nbytes.append(max(most - least, 0))
+        yield {"open_s": times, "index_bytes": nbytes}
 
 
 if __name__ == "__main__":

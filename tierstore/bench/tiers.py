@@ -20,12 +20,10 @@ import numpy as np
 from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import (
     Benchmark,
-    ExistingPath,
     FigureTable,
     Found,
     Progress,
     more_than_0,
-    option,
     refuse_existing,
     require_free,
     size_option,
@@ -43,6 +41,7 @@ from tierstore.bench.tiers_load import (
     recorded,
     synthetic,
 )
+from tierstore.config import PathKind, option
 from tierstore.errors import ConfigError
 from tierstore.store import (
     AdamWConfig,
@@ -100,7 +99,7 @@ class TiersBench(Benchmark):
     )
     store_bytes: int | None = option(None, "Total size of the records of one store.", size=True)
     seconds: float | None = option(None, "Seconds per point.")
-    trace: Path | None = option(None, "Replay the load of this trace.", path=ExistingPath.FILE)
+    trace: Path | None = option(None, "Replay the load of this trace.", path=PathKind.EXISTING_FILE)
     endurance: int = size_option("600TB", "Bytes that the drive's warranty allows to be written.")
     full: bool = option(False, "Every combination, with records from 64 KiB to 256 MiB.")
     minutes: float | None = option(None, "Soak instead: full load, kills, and a check of every byte read.")
@@ -108,7 +107,7 @@ class TiersBench(Benchmark):
     drives: tuple[Path, ...] = option(
         (),
         "Soak: a directory to create and remove on another drive, to spread the store over.",
-        flag="--drive",
+        "--drive",
     )
     retain: int | None = option(None, "Number of snapshots to keep.")
     seed: int = option(0)

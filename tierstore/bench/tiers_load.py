@@ -30,10 +30,7 @@ _MANY_RECORDS = 64
 _GRADIENT_GROUP = 2
 _MOST_TRACE_REQUESTS = 1 << 21
 _SNAPSHOT_EVERY = 4  # commits
-_SUMS = (
-    *("elapsed_s", "steps", "commits", "fetched_bytes", "changed_bytes", "dirty_bytes", "read_bytes"),
-    *("engine_written_bytes", "process_written_bytes", "hits", "misses"),
-)
+_GREATEST = ("disk_bytes", "needed_copies")
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,11 @@ class TrafficStep:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Steps over records numbered from 0, with layers ``layers``. ``record_bytes``: of the largest record in the trace."""
+    """Steps over records numbered from 0, with layers ``layers``."""
 
     name: str
     layers: tuple[int, ...]
     steps: tuple[TrafficStep, ...]
-    record_bytes: int
 
     @staticmethod
     def of(requests: Requests) -> TierTraffic:
@@ -62,7 +58,6 @@ class TierTraffic:
         number[kept] = numbers
         layers = np.zeros(len(known), np.int64)
         layers[number[kept]] = requests.table.layers[kept]
-        sizes = np.bincount(number[kept], weights=requests.table.nbytes[kept], minlength=len(known))
         steps: list[list[tuple[int, ...]]] = [[] for _ in range(requests.step_count)]
         stepped: list[set[int]] = [set() for _ in range(requests.step_count)]
         for event in range(requests.events):
@@ -82,7 +77,6 @@ class TierTraffic:
                 for fetches, dirty in zip(steps, stepped, strict=True)
                 if fetches or dirty
             ),
-            int(sizes.max()),
         )
 
 
@@ -149,12 +143,12 @@ class TierLoadResult:
         """All of ``parts``, one after another, as one."""
         whole = TierLoadResult()
         for part in parts:
-            for name in ("fetch", "update", "commit"):
-                getattr(whole, name).merge(getattr(part, name))
-            for name in ("disk_bytes", "needed_copies"):
-                setattr(whole, name, max(getattr(whole, name), getattr(part, name)))
-            for name in _SUMS:
-                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            for name, more in vars(part).items():
+                before = getattr(whole, name)
+                if isinstance(before, Latencies):
+                    before.merge(more)
+                else:
+                    setattr(whole, name, max(before, more) if name in _GREATEST else before + more)
         return whole
 
     @property

@@ -27,7 +27,6 @@ from tierstore.bench.harness import (
     Found,
     Progress,
     at_least,
-    option,
     prefixed,
     ratios,
     size_option,
@@ -37,6 +36,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit, page_cache_bytes
 from tierstore.bench.train_bound import Compulsory, bound_s, compulsory
 from tierstore.bench.train_process import PARTS, Opened, RoundSteps, TrainingProcess
+from tierstore.config import option
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.stats import spread
@@ -218,18 +218,15 @@ def _measure(
     directory, store = config.store, config.store / "tiered"
     with contextlib.ExitStack() as stack:
         progress.say("opening the tiered run")
-        own = replace(config, store=store)
-        tiered = TrainingProcess("tiered", own, trace=directory / "trace", limit=limit)
+        own, trace = replace(config, store=store), directory / "trace"
+        tiered = TrainingProcess("tiered", own, warmup=bench.warmup, trace=trace, limit=limit)
         stack.callback(tiered.close)
         whole = None
         if bench.baseline is Baseline.IN_RAM:
             progress.say("opening the run in RAM")
             own = replace(in_ram(config), store=directory / "in-ram")
-            whole = TrainingProcess("in RAM", own)
+            whole = TrainingProcess("in RAM", own, warmup=bench.warmup)
             stack.callback(whole.close)
-        for process in (tiered, whole):
-            if process is not None and bench.warmup:
-                process.run(bench.warmup)
         rounds = _Rounds(opened=tiered.opened)
         disk: StepDisk | None = None
         for turn in range(bench.rounds):
@@ -433,10 +430,8 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
         for way in ways:
             progress.say(f"opening the run: {way.value}")
             own = replace(way.of(config), store=directory / way.value)
-            processes[way] = process = TrainingProcess(way.value, own)
-            stack.callback(process.close)
-            if bench.warmup:
-                process.run(bench.warmup)
+            processes[way] = TrainingProcess(way.value, own, warmup=bench.warmup)
+            stack.callback(processes[way].close)
         for turn in range(bench.rounds):
             for way, process in processes.items():
                 rounds[way].append(process.run(bench.steps))

@@ -12,22 +12,21 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._native import CapacityError, Replay, policy_names
+from tierstore._native import policy_names
 from tierstore.bench.probes import Bytes
 from tierstore.cache.access import GROUP_STRIDE
-from tierstore.errors import DataError
+from tierstore.errors import BudgetError, DataError
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
 from tierstore.trace.reader import load_trace
-from tierstore.trace.replay import make_replay
+from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 _GROUPS = 3
 _NEED, _DIRTY, _DROP = 0, 3, 6  # bit shifts of a unit's flags
-_SPECULATION = (TraceKind.PREFETCH, TraceKind.CANCEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,51 +55,25 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     ends = np.flatnonzero(trace.kinds == TraceKind.END_STEP)
     if len(ends) < first_step + steps:
         raise DataError(f"{os.fspath(path)}: {len(ends)} steps, expected at least {first_step + steps}")
-    begin = int(ends[first_step - 1]) + 1 if first_step else 0
-    end = int(ends[first_step + steps - 1]) + 1
-    by_policy = {}
+    header, by_policy = trace.header, {}
     for policy in policy_names():
         try:
-            by_policy[policy] = replayed(trace, policy, begin, end)
-        except CapacityError:  # a policy that needs more frames than the one that ran
+            counts = replay_steps(
+                path,
+                policy=policy,
+                policy_options=header.policy_options if policy == header.policy else {},
+                capacity_frames=header.capacity_frames,
+                lookahead_frames=0,
+                layer_quotas=header.layer_quotas,
+            )
+        except BudgetError:  # a policy that needs more frames than the one that ran
             continue
+        moved = dict(zip(STEP_COUNTS, counts[first_step : first_step + steps].sum(0).tolist(), strict=True))
+        by_policy[policy] = Bytes(moved["read_bytes"], moved["written_bytes"])
     best = min(by_policy, key=lambda name: by_policy[name].total)
-    return Compulsory(best, by_policy[best], by_policy, clairvoyant(trace, begin, end))
-
-
-def replayed(trace: Trace, policy: str, begin: int, end: int) -> Bytes:
-    """Bytes that ``policy`` moves in events ``begin`` to ``end``; with the recorded options if it is the recorded policy."""
-    header = trace.header
-    options = header.policy_options if policy == header.policy else {}
-    header = replace(header, policy=policy, policy_options=options, lookahead_frames=0)
-    residency, loop = make_replay(header)
-    moved: list[tuple[int, int]] = []
-    for first, last in ((0, begin), (begin, end)):
-        _run(loop, trace, first, last)
-        stats = residency.stats()
-        moved.append((stats.read_bytes, stats.written_bytes))
-    (read_before, written_before), (read, written) = moved
-    return Bytes(read - read_before, written - written_before)
-
-
-def _run(loop: Replay, trace: Trace, first: int, last: int) -> None:
-    keep = first + np.flatnonzero(~np.isin(trace.kinds[first:last], _SPECULATION))
-    counts = np.diff(trace.offsets)[keep].astype(np.int64)
-    offsets = np.zeros(len(keep) + 1, np.uint64)
-    np.cumsum(counts, out=offsets[1:])
-    starts = trace.offsets[:-1][keep].astype(np.int64)
-    # Index of every unit of the kept events: its event's start plus its place in it.
-    units = np.repeat(starts - offsets[:-1].astype(np.int64), counts) + np.arange(int(counts.sum()))
-    loop.run(
-        trace.kinds[keep],
-        trace.phases[keep],
-        trace.at[keep],
-        trace.layers[keep],
-        offsets,
-        trace.records[units],
-        trace.flags[units],
-    )
-    loop.finish()
+    begin = int(ends[first_step - 1]) + 1 if first_step else 0
+    optimal = clairvoyant(trace, begin, int(ends[first_step + steps - 1]) + 1)
+    return Compulsory(best, by_policy[best], by_policy, optimal)
 
 
 @dataclass(slots=True)

@@ -67,10 +67,16 @@ class RoundSteps:
 
 
 class TrainingProcess:
-    """The parent's end. ``limit``: a memory cgroup to run the process in."""
+    """The parent's end, after ``warmup`` steps. ``limit``: a memory cgroup to run the process in."""
 
     def __init__(
-        self, name: str, config: object, *, trace: Path | None = None, limit: MemoryLimit | None = None
+        self,
+        name: str,
+        config: object,
+        *,
+        warmup: int = 0,
+        trace: Path | None = None,
+        limit: MemoryLimit | None = None,
     ) -> None:
         self._name = name
         self._process = start_module("tierstore.bench.train_process")
@@ -79,6 +85,8 @@ class TrainingProcess:
                 limit.add(self._process.pid)
             send(self._process, {"config": as_dict(config), "trace": None if trace is None else str(trace)})
             self.opened = Opened(**receive(self._process, name))
+            if warmup:
+                self.run(warmup)
         except BaseException:
             self._process.kill()
             self.close()

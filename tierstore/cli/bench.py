@@ -1,7 +1,7 @@
 """``tierstore bench``: one command for each benchmark, with options derived from its fields, and ``report`` and ``compare``.
 
-``Session`` refuses impossible output options before the work. ``Session.end`` saves the document, compares it, writes the
-report, and prints the JSON object last.
+Impossible output options are refused before the work. The end of each saves the document, compares it, writes the report,
+and prints the JSON object last.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,34 +17,28 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.bench import benchmarks
-from tierstore.bench.harness import Benchmark, ExistingPath, Progress
+from tierstore.bench.harness import Benchmark, Found, Progress
 from tierstore.cli.main import CHECK_FAILED, DONE, CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
-    EXISTING_DIRECTORY,
-    EXISTING_FILE,
     FILE,
     PATH,
-    SIZE,
-    Defaults,
-    MemberOf,
     config_overrides,
-    declared_option,
+    field_options,
+    given_fields,
     help_config_option,
     json_option,
+    option_fields,
     options,
     output_file,
     set_option,
 )
 from tierstore.cli.output import Output, ProgressBar
-from tierstore.config import FieldInfo, dotted_fields, load
+from tierstore.config import FieldInfo, load
 from tierstore.errors import ConfigError, DataError
 from tierstore.outputs import OutputKind, to_json
 
 if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
-    from tierstore.bench.documents import Document, Measurement
-
-_EXISTING = {ExistingPath.FILE: EXISTING_FILE, ExistingPath.DIRECTORY: EXISTING_DIRECTORY}
 
 
 class BenchGroup(CommandGroup):
@@ -80,17 +74,16 @@ def bench(ctx: click.Context) -> None:
 
 def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
     """Build the command of the benchmark ``kind``."""
-    infos = [info for info in dotted_fields(kind) if "help" in info.metadata and "." not in info.name]
     configured = next((each for each in dataclasses.fields(kind) if "configuration" in each.metadata), None)  # type: ignore[arg-type]
 
     def command(
         output: Output, save: Path | None, html: Path | None, compare: Path | None, **given: Any
     ) -> int:
-        values = {info.name: given[info.name] for info in infos if _was_given(info, given[info.name])}
+        values = given_fields(kind, given)
         if configured is not None:
-            values[configured.name] = _configuration(configured.metadata, infos, given)
+            values[configured.name] = _configuration(configured.metadata, option_fields(kind), given)
         benchmark = kind(**values)
-        session = Session(benchmark, output, save=save, html=html, compare=compare)
+        finish = _outputs(benchmark.saved_as or name, benchmark, given, output, save, html, compare)
         with output.progress(label=f"bench {name}") as bar:
             found = benchmark.run(_CommandProgress(output, bar))
         for shown in (*found.shown, found.summary()):
@@ -98,10 +91,10 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
                 output.line(shown)
             elif shown.rows:
                 output.table(shown.title, list(shown.columns), shown.cells)
-        session.end(found.figures, found.measurements)
+        finish(found)
         return CHECK_FAILED if found.failed else DONE
 
-    decorators = [_parameter(info) for info in infos]
+    decorators = field_options(kind)
     if configured is not None:
         decorators.append(set_option())
         if not configured.metadata["configuration"]:
@@ -111,36 +104,6 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
                 help_config_option(),
             ]
     return click.command(name, help=kind.__doc__)(options(*decorators, _results_options)(command))
-
-
-def _parameter(info: FieldInfo) -> Callable[[Any], Any]:
-    """The option, or the argument, of one field."""
-    how, settings = info.metadata, dict[str, Any](multiple=info.repeated)
-    path = how.get("path")
-    if path is not None:
-        settings["type"] = output_file(path) if isinstance(path, OutputKind) else _EXISTING[path]
-    elif info.size:
-        settings["type"] = SIZE
-    elif "least" in how:
-        settings["type"] = click.IntRange(min=how["least"])
-    elif "choices" in how:
-        settings["type"] = MemberOf(how["choices"])
-    elif info.kind in (int, str):
-        settings["type"] = info.kind
-    if how.get("argument"):
-        kind = settings.get("type", PATH)
-        return click.argument(info.name, nargs=-1 if info.repeated else 1, required=info.required, type=kind)
-    if "typed" in how:
-        settings["default"] = how["typed"]
-    names = (how.get("flag", f"--{info.name.replace('_', '-')}"), info.name)
-    return declared_option(
-        info, names, settings, Defaults.SHOWN if how.get("shown", True) else Defaults.ELSEWHERE
-    )
-
-
-def _was_given(info: FieldInfo, value: object) -> bool:
-    """Whether the user gave the option; if not, the field keeps its default."""
-    return value is not None and (value != () or info.metadata.get("shown", True))
 
 
 def _configuration(how: Mapping[str, Any], infos: list[FieldInfo], given: Mapping[str, Any]) -> Any:
@@ -186,8 +149,6 @@ _results_options = options(
         help="Compare with an earlier --save file: what became slower or faster, beyond noise.",
     ),
 )
-#: The names of these options.
-_RESULTS = ("output", "save", "html", "compare")
 
 
 def _plain(value: object) -> float | str | None:
@@ -201,108 +162,63 @@ def _plain(value: object) -> float | str | None:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-class Session:
-    """One run of one benchmark, with the outputs that the user requested in addition to the table.
+def _outputs(
+    bench: str,
+    benchmark: Benchmark,
+    given: Mapping[str, Any],
+    output: Output,
+    save: Path | None,
+    html: Path | None,
+    compare: Path | None,
+) -> Callable[[Found], None]:
+    """Check the requested outputs before the work; the returned function makes them from the results: it saves, compares
+    and reports, then prints the JSON object, whose key ``compared`` is the comparison.
 
-    Raises early what would otherwise fail after the work: DataError if the document of ``compare`` is unusable,
-    CapabilityError if the report's libraries are missing.
+    Raises DataError if the document of ``compare`` is unusable, CapabilityError if the report's libraries are missing. The
+    function raises DataError if nothing can be compared; the object is printed first.
     """
+    from tierstore.bench.comparing import compare as compare_documents
+    from tierstore.bench.documents import Document, load_document, machine_facts, now, save_document
+    from tierstore.bench.report import write_report
+    from tierstore.reports.page import check_report
 
-    def __init__(
-        self,
-        benchmark: Benchmark,
-        output: Output,
-        *,
-        save: Path | None,
-        html: Path | None,
-        compare: Path | None,
-    ) -> None:
-        from tierstore.bench.documents import load_document, now
+    if html is not None:
+        check_report()
+    old = None if compare is None else load_document(compare)
+    if old is not None and old.bench != bench:
+        raise DataError(f"{compare}: expected a document of bench {bench}, got one of {old.bench}")
+    settings = {name: plain for name, value in given.items() if (plain := _plain(value)) is not None}
+    started = now()
 
-        context = click.get_current_context()
-        self._output, self._save, self._html, self._compared = output, save, html, compare
-        self._bench = benchmark.saved_as or str(context.info_name)
-        self._directory = benchmark.measured_in
-        if html is not None:
-            from tierstore.reports.page import check_report
-
-            check_report()
-        self._against = None if compare is None else load_document(compare)
-        if self._against is not None and self._against.bench != self._bench:
-            raise DataError(
-                f"{compare}: expected a document of bench {self._bench}, got one of {self._against.bench}"
-            )
-        self._options = {
-            name: plain
-            for name, value in context.params.items()
-            if name not in _RESULTS and (plain := _plain(value)) is not None
-        }
-        self._started = now()
-
-    def end(self, result: Mapping[str, object], measurements: Iterable[Measurement]) -> None:
-        """Save, compare and report the results, then print the JSON object; its key ``compared`` is the comparison.
-        Raises DataError if nothing can be compared; the object is printed first.
-        """
-        figures = {key: to_json(value) for key, value in result.items()}
-        compared: dict[str, object] = {}
+    def finish(found: Found) -> None:
+        figures = {key: to_json(value) for key, value in found.figures.items()}
+        comparisons = []
         try:
-            self._report(figures, measurements, compared)
-        finally:
-            self._output.emit(figures | compared)
-
-    def _report(
-        self, figures: Mapping[str, object], measurements: Iterable[Measurement], compared: dict[str, object]
-    ) -> None:
-        from tierstore.bench.documents import Document, machine_facts, now, save_document
-        from tierstore.bench.report import write_report
-
-        if self._save or self._html or self._against:
+            if save is None and html is None and old is None:
+                return
             document = Document(
-                bench=self._bench,
-                options=self._options,
-                machine=machine_facts(self._directory),
-                started=self._started,
+                bench=bench,
+                options=settings,
+                machine=machine_facts(benchmark.measured_in),
+                started=started,
                 ended=now(),
-                measurements=tuple(measurements),
+                measurements=tuple(found.measurements),
                 figures=figures,
             )
-            if self._save is not None:  # first: a later error must not lose a long run's results
-                save_document(document, self._save)
-            comparisons = [] if self._against is None else [self._compare(self._against, document)]
-            for comparison in comparisons:
-                show_comparison(comparison, self._output)
-                compared["compared"] = comparison_json(comparison)
-            if self._html is not None:
-                write_report([document], self._html, comparisons=comparisons)
+            if save is not None:  # first: a later error must not lose a long run's results
+                save_document(document, save)
+            if old is not None:
+                try:
+                    comparisons = [compare_documents(old, document)]
+                except DataError as error:
+                    raise DataError(f"{compare}: {error}") from error
+                show_comparison(comparisons[0], output)
+            if html is not None:
+                write_report([document], html, comparisons=comparisons)
+        finally:
+            output.emit({**figures, **({"compared": comparisons[0]} if comparisons else {})})
 
-    def _compare(self, old: Document, new: Document) -> Comparison:
-        from tierstore.bench.comparing import compare
-
-        try:
-            return compare(old, new)
-        except DataError as error:
-            raise DataError(f"{self._compared}: {error}") from error
-
-
-def comparison_json(comparison: Comparison) -> dict[str, object]:
-    """The comparison as JSON."""
-    return {
-        "bench": comparison.bench,
-        "warnings": list(comparison.warnings),
-        "measurements": [
-            {
-                "measurement": row.new.label,
-                "unit": row.new.unit,
-                "new_to_old_ratio": row.ratio,
-                "low_ratio": row.low,
-                "high_ratio": row.high,
-                "verdict": row.word,
-            }
-            for row in comparison.rows
-        ],
-        "only_old": list(comparison.only_old),
-        "only_new": list(comparison.only_new),
-    }
+    return finish
 
 
 def show_comparison(comparison: Comparison, output: Output) -> None:
@@ -371,4 +287,4 @@ def compare(old: Path, new: Path, output: Output) -> None:
 
     found = compared(load_document(old), load_document(new))
     show_comparison(found, output)
-    output.emit(comparison_json(found))
+    output.emit(found.as_json())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import EXISTING_DIRECTORY, PATH, SIZE, MemberOf, json_option
-from tierstore.cli.output import Output, OutputMode
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, dataclass_options, json_option
+from tierstore.cli.output import Output
+from tierstore.config import PathKind, option
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.layout import RankEnvironment
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
@@ -25,78 +26,59 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
     from tierstore.hf.importing import ImportPlan, ImportReport
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Import:
+    """How to import a checkpoint."""
+
+    store: Path = option(help="Directory of the new store; run the same command again to resume.")
+    compute: ComputeDtype | None = option(
+        None, "Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16)."
+    )
+    frozen: bool = option(False, "Import read-only experts without moments: for LoRA, serving.")
+    moments: MomentFormat = option(
+        MomentFormat.FP32,
+        "Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
+    )
+    codes: CodeFormat | None = option(
+        None,
+        "With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
+        "--weights",
+    )
+    memory: int = option(0, "Memory of the process (default: what the import needs).", size=True, typed="0")
+    host_budget: int = option(64 << 20, "Memory for experts while they are copied.", size=True)
+    expert_ranks: int = option(0, "Ranks that share one copy of the experts (0: all ranks).")
+
+
 @click.command("import")
 @click.argument("model", type=EXISTING_DIRECTORY, metavar="MODEL_DIR")
-@click.option(
-    "--store",
-    type=PATH,
-    required=True,
-    help="Directory of the new store; run the same command again to resume.",
-)
-@click.option(
-    "--compute",
-    type=MemberOf(ComputeDtype),
-    help="Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16).",
-)
-@click.option("--frozen", is_flag=True, help="Import read-only experts without moments: for LoRA, serving.")
-@click.option(
-    "--moments",
-    type=MemberOf(MomentFormat),
-    default=MomentFormat.FP32.value,
-    help="Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
-)
-@click.option(
-    "--weights",
-    "codes",
-    type=MemberOf(CodeFormat),
-    help="With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
-)
-@click.option(
-    "--memory", type=SIZE, default=0, help="Memory of the process (default: what the import needs)."
-)
-@click.option("--host-budget", type=SIZE, default="64MiB", help="Memory for experts while they are copied.")
-@click.option(
-    "--expert-ranks", type=int, default=0, help="Ranks that share one copy of the experts (0: all ranks)."
-)
+@dataclass_options(_Import, "asked")
 @json_option
-def import_(
-    model: Path,
-    store: Path,
-    compute: ComputeDtype | None,
-    frozen: bool,
-    moments: MomentFormat,
-    codes: CodeFormat | None,
-    memory: int,
-    host_budget: int,
-    expert_ranks: int,
-    output: Output,
-) -> None:
+def import_(model: Path, asked: _Import, output: Output) -> None:
     """Import the safetensors checkpoint in MODEL_DIR into a store. Under torchrun each rank imports its own part."""
-    if RankEnvironment.from_environment().rank:
-        output = Output(OutputMode.SILENT)
+    output = output.of_first_rank()
     with output.passing("import") as progress:
         from tierstore.hf.importing import ImportOptions, import_model
         from tierstore.hf.manifest import Weights
         from tierstore.parallel import launch
 
         options = ImportOptions(
-            compute=compute,
-            weights=Weights.FROZEN if frozen else Weights.TRAINABLE,
-            moments=moments,
-            codes=codes,
-            host_budget=host_budget,
-            memory=memory,
+            compute=asked.compute,
+            weights=Weights.FROZEN if asked.frozen else Weights.TRAINABLE,
+            moments=asked.moments,
+            codes=asked.codes,
+            host_budget=asked.host_budget,
+            memory=asked.memory,
         )
-        with launch(ParallelConfig(expert=expert_ranks), device="cpu") as mesh:
+        with launch(ParallelConfig(expert=asked.expert_ranks), device="cpu") as mesh:
             report = import_model(
                 model,
-                store,
+                asked.store,
                 options,
                 mesh=mesh,
-                planned=lambda plan, account: _describe(plan, account, store, output),
+                planned=lambda plan, account: _describe(plan, account, asked.store, output),
                 progress=progress,
             )
-    _show_import(report, store, output)
+    _show_import(report, asked.store, output)
 
 
 def _describe(plan: ImportPlan, account: MemoryAccount, store: Path, output: Output) -> None:
@@ -163,37 +145,37 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Export:
+    """What to write."""
+
+    target: Path = option(MISSING, "Directory of the exported model; must not exist.", "--to")
+    dtype: str | None = option(
+        None,
+        "Type of the weights (default: that of the imported checkpoint; bf16 if it was quantised).",
+        choices=("bf16", "fp32"),
+    )
+    max_shard_size: int | None = option(None, "Largest size of one file (default: 5GB).", size=True)
+    adapter: bool = option(False, "Write only the LoRA pairs of train --lora, as a peft adapter.")
+    merge: Path | None = option(
+        None,
+        "Merge this peft adapter into the weights.",
+        path=PathKind.EXISTING_DIRECTORY,
+        click={"metavar": "ADAPTER"},
+    )
+
+
 @click.command()
 @click.argument("store", type=PATH)
-@click.option(
-    "--to", "target", type=PATH, required=True, help="Directory of the exported model; must not exist."
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp32"]),
-    help="Type of the weights (default: that of the imported checkpoint; bf16 if it was quantised).",
-)
-@click.option("--max-shard-size", type=SIZE, help="Largest size of one file (default: 5GB).")
-@click.option("--adapter", is_flag=True, help="Write only the LoRA pairs of train --lora, as a peft adapter.")
-@click.option(
-    "--merge", type=EXISTING_DIRECTORY, metavar="ADAPTER", help="Merge this peft adapter into the weights."
-)
+@dataclass_options(_Export, "asked")
 @json_option
-def export(
-    store: Path,
-    target: Path,
-    dtype: str | None,
-    max_shard_size: int | None,
-    adapter: bool,
-    merge: Path | None,
-    output: Output,
-) -> None:
+def export(store: Path, asked: _Export, output: Output) -> None:
     """Write the model in STORE (all ranks, at the last commit) as safetensors. STORE does not change.
 
     An imported model keeps its original tensor names; the built-in model is written as a Mixtral if its options allow it.
     LoRA pairs of train --lora are merged into the weights; --adapter writes them alone.
     """
-    if adapter and any(option is not None for option in (dtype, merge, max_shard_size)):
+    if asked.adapter and any(each is not None for each in (asked.dtype, asked.merge, asked.max_shard_size)):
         raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")
     start = time.monotonic()
     with output.passing("export") as progress:
@@ -201,20 +183,20 @@ def export(
         from tierstore.hf.exporting import export as write
         from tierstore.hf.writing import MAX_SHARD_BYTES, ExportDtype
 
-        if adapter:
-            written = export_adapter(store, target, progress=progress)
-            _show_adapter(written, store, target, time.monotonic() - start, output)
+        if asked.adapter:
+            written = export_adapter(store, asked.target, progress=progress)
+            _show_adapter(written, store, asked.target, time.monotonic() - start, output)
             return
         done = write(
             store,
-            target,
-            dtype=None if dtype is None else ExportDtype(dtype),
-            max_shard_bytes=MAX_SHARD_BYTES if max_shard_size is None else max_shard_size,
-            adjustment=None if merge is None else load_adapter(merge, store),
+            asked.target,
+            dtype=None if asked.dtype is None else ExportDtype(asked.dtype),
+            max_shard_bytes=MAX_SHARD_BYTES if asked.max_shard_size is None else asked.max_shard_size,
+            adjustment=None if asked.merge is None else load_adapter(asked.merge, store),
             announced=output.announce,
             progress=progress,
         )
-    _show_export(done, store, target, time.monotonic() - start, output)
+    _show_export(done, store, asked.target, time.monotonic() - start, output)
 
 
 def _show_export(done: Exported, store: Path, target: Path, elapsed_s: float, output: Output) -> None:

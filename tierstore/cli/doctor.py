@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +28,7 @@ from tierstore.capabilities import (
 )
 from tierstore.cli.options import PATH, json_option
 from tierstore.cli.output import Output
-from tierstore.devices import Disk, Health, disk_health, disks_under
+from tierstore.devices import disk_health, disks_under
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import profile_path
 from tierstore.store.config import IoConfig, tune
@@ -86,12 +86,12 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     chosen = _settings(settings)
     facts = machine_facts(directory)
     reports: list[DriveReport] = []
-    drives = [_Drive(directory.resolve())]
+    drives = [_drive(directory.resolve(), {})]
     if store is not None:
         from tierstore.store.reading import drives_of
 
         reports = drives_of(store)
-        drives = [_Drive(report.path, report) for report in reports]
+        drives = [_drive(report.path, report.as_json()) for report in reports]
     resolutions = [
         resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
         for name, check in CHECKS.items()
@@ -116,20 +116,7 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     output.table("Machine", ["fact", "value"], rows)
     output.line()
     if store is not None:
-        output.table(
-            "Store",
-            ["directory", "in use", "reserved", "bandwidth", "share"],
-            [
-                (
-                    str(report.path),
-                    format_bytes(report.used_bytes),
-                    format_bytes(report.reserved_bytes),
-                    f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
-                    f"{report.share:.0%}",
-                )
-                for report in reports
-            ],
-        )
+        output.drives("Store", reports)
         output.line()
     output.table(
         "Drives",
@@ -139,57 +126,45 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
     output.emit({"capabilities": capabilities, **facts, "drives": drives})
 
 
-@dataclass(frozen=True)
-class _Drive:
-    """A directory, and what a store keeps there (``stored``; None without a store)."""
-
-    path: Path
-    stored: DriveReport | None = None
-
-    @property
-    def disks(self) -> list[tuple[Disk, Health]]:
-        return [(disk, disk_health(disk)) for disk in disks_under(self.path)]
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "path": str(self.path),
-            **(self.stored.as_json() if self.stored is not None else {}),
-            "missing": not self.path.exists(),
-            "disks": [
-                {
-                    "name": disk.name,
-                    "through": list(disk.through),
-                    "model": disk.model,
-                    "kind": disk.kind,
-                    "size_bytes": disk.size_bytes,
-                    "health": str(health),
-                    "warnings": list(health.warnings),
-                    "worn_percent": health.used_percent,
-                    "spare_percent": health.spare_percent,
-                    "lifetime_written_bytes": health.written_bytes,
-                    "media_errors_count": health.media_errors,
-                }
-                for disk, health in (self.disks if self.path.exists() else [])
-            ],
-        }
+def _drive(path: Path, stored: Mapping[str, object]) -> dict[str, Any]:
+    """A directory with its disks, and what a store keeps there (``stored``), as JSON."""
+    found = [(disk, disk_health(disk)) for disk in disks_under(path)] if path.exists() else []
+    return {
+        "path": str(path),
+        **stored,
+        "missing": not path.exists(),
+        "disks": [
+            {
+                "name": disk.name,
+                "through": list(disk.through),
+                "model": disk.model,
+                "kind": disk.kind,
+                "size_bytes": disk.size_bytes,
+                "health": str(health),
+                "warnings": list(health.warnings),
+                "worn_percent": health.used_percent,
+                "spare_percent": health.spare_percent,
+                "lifetime_written_bytes": health.written_bytes,
+                "media_errors_count": health.media_errors,
+            }
+            for disk, health in found
+        ],
+    }
 
 
-def _disk_rows(drive: _Drive) -> list[tuple[str, ...]]:
-    if not drive.path.exists():
-        return [(str(drive.path), "MISSING", "", "", "")]
-    found = drive.disks
-    if not found:
-        return [(str(drive.path), "none", "no block device", "", "")]
+def _disk_rows(drive: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    if drive["missing"]:
+        return [(drive["path"], "MISSING", "", "", "")]
     return [
         (
-            str(drive.path),
-            " on ".join([*disk.through, f"{disk.name} {disk.model}".strip()]),
-            disk.kind,
-            format_bytes(disk.size_bytes),
-            str(health),
+            drive["path"],
+            " on ".join([*disk["through"], f"{disk['name']} {disk['model']}".strip()]),
+            disk["kind"],
+            format_bytes(disk["size_bytes"]),
+            disk["health"],
         )
-        for disk, health in found
-    ]
+        for disk in drive["disks"]
+    ] or [(drive["path"], "none", "no block device", "", "")]
 
 
 def _settings(texts: tuple[str, ...]) -> dict[str, Capability]:

@@ -5,7 +5,7 @@ Two decorators derive options. ``config_options`` makes options for chosen confi
 
     @dataclass(frozen=True, kw_only=True)
     class Listening:
-        host: str = option("127.0.0.1", help="Address to listen on.")
+        host: str = tierstore.config.option("127.0.0.1", "Address to listen on.")
 
     @click.command()
     @config_options(ServeConfig, {"--batch-size": "batch.sequences"})
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tierstore.cli.output import Output, OutputMode
-from tierstore.config import FieldInfo, dotted_fields
+from tierstore.config import FieldInfo, PathKind, dotted_fields
 from tierstore.errors import ConfigError
 from tierstore.outputs import OutputKind, check_output, refuse_same
 from tierstore.units import format_bytes, is_unicode, parse_size
@@ -162,18 +162,6 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[F], F]:
 # Options from fields ----------------------------------------------------------------------------------------
 
 
-def option(
-    default: Any = dataclasses.MISSING, *names: str, help: str, size: bool = False, **settings: Any
-) -> Any:
-    """A dataclass field that ``dataclass_options`` turns into an option.
-
-    ``names``: the option's names (default: from the field's, ``--host-budget`` for ``host_budget``). ``size``: the value is
-    in bytes. ``settings``: further arguments of ``click.option``, such as ``metavar`` or another ``type``.
-    """
-    metadata = {"help": help, "size": size, "names": names, "click": settings}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 class Defaults(Enum):
     """The default of an option for a configuration key."""
 
@@ -197,7 +185,10 @@ def config_options(
         key, settings = (entry, {}) if isinstance(entry, str) else entry
         argument = name.removeprefix("--").replace("-", "_")
         keys[argument] = key
-        declared.append(declared_option(infos[key], (name, argument), settings, defaults))
+        info = infos[key]
+        listed = {"type": NUMBERS} if info.kind is int else {"multiple": True}
+        given = {**(listed if info.repeated else {}), **settings}
+        declared.append(_option(info, (name, argument), given, defaults))
 
     def collect(values: Mapping[str, Any]) -> dict[str, object]:
         return {keys[name]: value for name, value in values.items() if not _is_absent(value)}
@@ -207,44 +198,79 @@ def config_options(
 
 def dataclass_options(kind: type[Any], argument: str) -> Callable[[F], F]:
     """One option for each field of the dataclass ``kind``; the command gets an instance as ``argument``."""
-    declared = []
-    for info in dotted_fields(kind):
-        names = info.metadata.get("names") or (f"--{info.name.replace('_', '-')}",)
-        settings = info.metadata.get("click", {})
-        declared.append(declared_option(info, (*names, info.name), settings, Defaults.SHOWN))
-    fields = tuple(field.name for field in dataclasses.fields(kind))
-
-    def collect(values: Mapping[str, Any]) -> object:
-        return kind(**{name: value for name, value in values.items() if value is not None})
-
-    return _collected(declared, fields, argument, collect)
+    names = tuple(info.name for info in option_fields(kind))
+    return _collected(field_options(kind), names, argument, lambda values: kind(**given_fields(kind, values)))
 
 
-def declared_option(
+def option_fields(kind: type[Any]) -> list[FieldInfo]:
+    """The fields of the dataclass ``kind`` that ``tierstore.config.option`` declares."""
+    return [info for info in dotted_fields(kind) if "names" in info.metadata]
+
+
+def field_options(kind: type[Any]) -> list[Callable[[Any], Any]]:
+    """One option, or argument, for each of the ``option_fields`` of ``kind``."""
+    found = []
+    for info in option_fields(kind):
+        how = info.metadata
+        if how.get("argument"):
+            count = -1 if info.repeated else 1
+            found.append(click.argument(info.name, nargs=count, required=info.required, type=_type(info)))
+            continue
+        names = how["names"] or (f"--{info.name.replace('_', '-')}",)
+        defaults = Defaults.SHOWN if how.get("shown", True) else Defaults.ELSEWHERE
+        settings = {"multiple": info.repeated, **how.get("click", {})}
+        if "typed" in how:
+            settings["default"] = how["typed"]
+        found.append(_option(info, (*names, info.name), settings, defaults))
+    return found
+
+
+def given_fields(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the ``values`` of the options of ``kind`` that the user gave, or that have a default in the help."""
+    return {
+        info.name: values[info.name] for info in option_fields(kind) if values[info.name] not in (None, ())
+    }
+
+
+def _option(
     info: FieldInfo, names: tuple[str, ...], settings: Mapping[str, Any], defaults: Defaults
 ) -> Callable[[F], F]:
     """The option for one field; ``settings`` are further arguments of ``click.option``."""
     said: dict[str, Any] = {
-        "help": f"{info.help[:1].upper()}{info.help[1:].rstrip('.')}." if info.help else None
+        "help": f"{info.help[:1].upper()}{info.help[1:].rstrip('.')}." if info.help else None,
+        "required": info.required,
+        "type": _type(info),
     }
     if info.kind is bool:
         said["is_flag"] = True
-    elif issubclass(info.kind, Enum):
-        said["type"] = MemberOf(info.kind)
-    elif info.size:
-        said["type"] = SIZE if info.kind is int else FRACTION
-    else:
-        said["type"] = TEXT if info.words else _TYPES[info.kind]
-    if info.repeated:
-        said |= {"type": NUMBERS} if info.kind is int else {"multiple": True}
     if defaults is Defaults.SHOWN and not _is_absent(info.default):
         said["default"] = _typed(info)
-    if info.required:
-        said["required"] = True
     return click.option(*names, **{**said, **settings})
 
 
-_TYPES = {int: click.INT, float: click.FLOAT, str: TEXT, Path: PATH}
+_TYPES = {bool: click.BOOL, int: click.INT, float: click.FLOAT, str: TEXT, Path: PATH}
+_PATHS = {
+    PathKind.FILE: FILE,
+    PathKind.EXISTING_FILE: EXISTING_FILE,
+    PathKind.EXISTING_DIRECTORY: EXISTING_DIRECTORY,
+}
+
+
+def _type(info: FieldInfo) -> click.ParamType[Any]:
+    """The type of the value of one field, or of each element."""
+    how = info.metadata
+    path, choices = how.get("path"), how.get("choices")
+    if path is not None:
+        return output_file(path) if isinstance(path, OutputKind) else _PATHS[path]
+    if issubclass(info.kind, Enum):
+        return MemberOf(choices or info.kind)
+    if choices:
+        return click.Choice(choices)
+    if "least" in how:
+        return click.IntRange(how["least"], how.get("most"))
+    if info.size:
+        return SIZE if info.kind is int else FRACTION
+    return TEXT if info.words else _TYPES[info.kind]
 
 
 def _is_absent(value: object) -> bool:

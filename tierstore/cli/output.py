@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -25,6 +26,9 @@ from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.outputs import to_json
 from tierstore.stats import OnProgress
 from tierstore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # this imports LMDB, which --help must not load
+    from tierstore.store.disk.drives import DriveReport
 
 _PLAIN_WIDTH = 120  # columns of tables without a terminal
 _PLAIN_INTERVAL_S = 5.0
@@ -52,6 +56,12 @@ class Output:
         )
         if not self.console.is_terminal:
             self.console.width = _PLAIN_WIDTH
+
+    def of_first_rank(self) -> Output:
+        """This output on rank 0, silence on the other ranks that torchrun started."""
+        from tierstore.parallel.layout import RankEnvironment
+
+        return Output(OutputMode.SILENT) if RankEnvironment.from_environment().rank else self
 
     def line(self, text: str = "") -> None:
         """Print one line for people, unwrapped."""
@@ -87,6 +97,25 @@ class Output:
             self.line(title)  # rich would wrap the title to the table's width
         with _naming(self.console):
             self.console.print(table)
+
+    def drives(self, title: str, reports: Sequence[DriveReport]) -> None:
+        """Print one row for each directory of a store: the bytes stored and moved, the rate while anything was moving, and
+        its share of new records.
+        """
+        columns = ("directory", "in use", "reserved", "read", "written", "bandwidth", "share")
+        rows = [
+            (
+                report.path,
+                *map(
+                    format_bytes,
+                    (report.used_bytes, report.reserved_bytes, report.read_bytes, report.written_bytes),
+                ),
+                f"{format_bytes(report.bandwidth)}/s" if report.bandwidth else "not measured",
+                f"{report.share:.0%}",
+            )
+            for report in reports
+        ]
+        self.table(title, columns, rows)
 
     def emit(self, result: Mapping[str, object]) -> None:
         """In JSON mode, print the command's JSON object (``to_json``) as the last line of stdout."""

@@ -15,7 +15,6 @@ import click
 
 from tierstore.cli.main import CHECK_FAILED, DONE
 from tierstore.cli.options import (
-    FILE,
     PATH,
     config_options,
     config_overrides,
@@ -23,13 +22,12 @@ from tierstore.cli.options import (
     deployed_settings,
     help_config_option,
     json_option,
-    option,
     set_option,
     with_stored_model,
 )
 from tierstore.cli.output import Output
 from tierstore.cli.plan_tables import show_plan
-from tierstore.config import load
+from tierstore.config import PathKind, load, option
 from tierstore.errors import ConfigError
 from tierstore.plan.capacity import DEFAULT_RANK, Use
 from tierstore.tiers.slots import DeviceKind
@@ -47,57 +45,56 @@ if TYPE_CHECKING:  # these import numpy and LMDB, which --help must not load
 class _Question:
     """What to plan, and for which machine."""
 
-    preset: str | None = option(None, help="Plan this published model; `--preset list` shows the names.")
+    preset: str | None = option(None, "Plan this published model; `--preset list` shows the names.")
     model: Path | None = option(
-        None, help="Plan this Hugging Face model: its directory, its config.json, or a store that holds it."
+        None, "Plan this Hugging Face model: its directory, its config.json, or a store that holds it."
     )
     use: Use | None = option(
         None,
+        "Use of an imported model to plan in detail (default: full; lora if configured or if experts are frozen).",
         "--for",
-        help="Use of an imported model to plan in detail (default: full; lora if configured or if experts are frozen).",
     )
-    lora: int | None = option(None, help="Rank of the LoRA pairs (default: lora.rank, or 16).")
-    ranks: int = option(1, help="Number of ranks (processes).")
+    lora: int | None = option(None, "Rank of the LoRA pairs (default: lora.rank, or 16).")
+    ranks: int = option(1, "Number of ranks (processes).")
     ranks_per_node: int | None = option(
-        None, "--ranks-per-node", "--node-ranks", help="Ranks on one machine (default: all)."
+        None, "Ranks on one machine (default: all).", "--ranks-per-node", "--node-ranks"
     )
-    layouts: bool = option(False, help="Compare all layouts of --ranks: data, expert, tensor, pipeline.")
+    layouts: bool = option(False, "Compare all layouts of --ranks: data, expert, tensor, pipeline.")
     device: DeviceKind | None = option(
-        None, help="Device that computes (default: cuda for a preset that was published with GPUs, else cpu)."
+        None, "Device that computes (default: cuda for a preset that was published with GPUs, else cpu)."
     )
-    memory: int | None = option(None, help="Memory of one machine (default: this machine's).", size=True)
+    memory: int | None = option(None, "Memory of one machine (default: this machine's).", size=True)
     disk: int | None = option(
-        None, help="Disk space of one machine (default: free space under the store).", size=True
+        None, "Disk space of one machine (default: free space under the store).", size=True
     )
     device_memory: int | None = option(
-        None, help="Memory of one CUDA device (default: that of a preset's GPU, or not checked).", size=True
+        None, "Memory of one CUDA device (default: that of a preset's GPU, or not checked).", size=True
     )
     alpha: float | None = option(
-        None, help="Share of activated experts, 0 to 1, in SE-MoE's formulas (default: a step's)."
+        None, "Share of activated experts, 0 to 1, in SE-MoE's formulas (default: a step's)."
     )
     profile: Path | None = option(
         None,
-        help="Profile measured by `tierstore bench machine`, or the name of a GPU, such as A100 (default: "
+        "Profile measured by `tierstore bench machine`, or the name of a GPU, such as A100 (default: "
         "parallel.profile, a preset's GPU, or assumed costs).",
     )
-    serve: bool = option(False, help="Plan serving of an imported model at several host budgets.")
-    batch: int = option(1, help="With --serve: sequences in a batch.")
-    prompt_tokens: int = option(32, help="With --serve: tokens in each prompt.")
+    serve: bool = option(False, "Plan serving of an imported model at several host budgets.")
+    batch: int = option(1, "With --serve: sequences in a batch.")
+    prompt_tokens: int = option(32, "With --serve: tokens in each prompt.")
     context: int = option(
         0,
-        help="With --serve: most tokens in a sequence (default: 4096, or the model's limit).",
-        show_default=False,
+        "With --serve: most tokens in a sequence (default: 4096, or the model's limit).",
+        click={"show_default": False},
     )
     budgets: str = option(
         "",
-        help="With --serve: host budgets to compare (default: --host-budget, or a range).",
-        show_default=False,
-        metavar="SIZE,..",
+        "With --serve: host budgets to compare (default: --host-budget, or a range).",
+        click={"metavar": "SIZE,..", "show_default": False},
     )
     trace: Path | None = option(
         None,
-        help="With --serve: replay this trace of `tierstore generate --record-trace` (default: even routing).",
-        type=FILE,
+        "With --serve: replay this trace of `tierstore generate --record-trace` (default: even routing).",
+        path=PathKind.FILE,
     )
 
     @property

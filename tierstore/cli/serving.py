@@ -29,17 +29,15 @@ from tierstore.cli.options import (
     deployed_settings,
     help_config_option,
     json_option,
-    option,
     record_trace_option,
     set_option,
     timeline_option,
 )
-from tierstore.cli.output import Output, OutputMode
-from tierstore.config import load
+from tierstore.cli.output import Output
+from tierstore.config import PathKind, load, option
 from tierstore.deploy.records import DEPLOYMENT_NAME
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, peak_resident_bytes
-from tierstore.parallel.layout import RankEnvironment
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable
@@ -64,11 +62,6 @@ def _served(store: Path, file: Path | None, overrides: Mapping[str, object], out
             f"settings from {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
         )
     return load(ServeConfig, file, {**deployed, **overrides})
-
-
-def _first_rank(output: Output) -> Output:
-    """``output`` on rank 0, silence on the others."""
-    return Output(OutputMode.SILENT) if RankEnvironment.from_environment().rank else output
 
 
 def _launched(config: ServeConfig) -> AbstractContextManager[Mesh]:
@@ -99,18 +92,16 @@ def _follow(config: ServeConfig, mesh: Mesh, *, trace: Path | None, timeline: Pa
 class _Prompts:
     """What to generate. None takes the value in the model's generation_config.json."""
 
-    prompts: tuple[str, ...] = option(
-        MISSING, "--prompt", help="Prompt; repeat the option for a batch.", required=True
-    )
-    chat: bool = option(False, help="Send each prompt as a user message through the chat template.")
-    max_tokens: int = option(256, help="Most tokens to generate for each prompt.")
+    prompts: tuple[str, ...] = option(MISSING, "Prompt; repeat the option for a batch.", "--prompt")
+    chat: bool = option(False, "Send each prompt as a user message through the chat template.")
+    max_tokens: int = option(256, "Most tokens to generate for each prompt.")
     temperature: float | None = option(
-        None, help="Sampling temperature; 0 takes the most probable token (default: the model's)."
+        None, "Sampling temperature; 0 takes the most probable token (default: the model's)."
     )
-    top_k: int | None = option(None, help="Sample from the N most probable tokens (0: all).")
-    top_p: float | None = option(None, help="Sample from the fewest tokens whose probabilities sum to P.")
-    seed: int | None = option(None, help="Sampling seed; the same seed gives the same text.")
-    stop: tuple[str, ...] = option((), help="End the text before this string; repeat for several.")
+    top_k: int | None = option(None, "Sample from the N most probable tokens (0: all).")
+    top_p: float | None = option(None, "Sample from the fewest tokens whose probabilities sum to P.")
+    seed: int | None = option(None, "Sampling seed; the same seed gives the same text.")
+    stop: tuple[str, ...] = option((), "End the text before this string; repeat for several.")
 
 
 @click.command()
@@ -148,7 +139,7 @@ def generate(
     is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr. Under
     torchrun the ranks share experts and sequences; budgets are per rank.
     """
-    output = _first_rank(output)
+    output = output.of_first_rank()
     overrides = config_overrides(settings, {"store": store, **given})
     for key in overrides:
         if key.startswith("limits."):
@@ -315,12 +306,12 @@ def _result(
 class _Listening:
     """Where a server listens, and who may use it."""
 
-    host: str = option("127.0.0.1", help="Address to listen on.")
-    port: int = option(8000, help="TCP port (0: any free port).", type=click.IntRange(0, 65535))
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "TCP port (0: any free port).", least=0, most=65535)
     api_keys: Path | None = option(
-        None, help="File of API keys, one per line; each request must send one.", type=EXISTING_FILE
+        None, "File of API keys, one per line; each request must send one.", path=PathKind.EXISTING_FILE
     )
-    name: str | None = option(None, help="Model name in requests (default: the store's directory name).")
+    name: str | None = option(None, "Model name in requests (default: the store's directory name).")
 
 
 @click.command()
@@ -364,7 +355,7 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")
-    output = _first_rank(output)
+    output = output.of_first_rank()
     served = _served(store, config, config_overrides(settings, {"store": store, **given}), output)
     from tierstore.serve.api.app import Keys, Service
     from tierstore.serve.api.metrics import ServerMetrics

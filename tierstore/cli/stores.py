@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 import click
 
 from tierstore.cli.main import CHECK_FAILED, DONE
-from tierstore.cli.options import NUMBERS, PATH, MemberOf, json_option
+from tierstore.cli.options import NUMBERS, PATH, dataclass_options, json_option
 from tierstore.cli.output import Output
+from tierstore.config import option
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.store.format import MomentFormat
 from tierstore.units import format_bytes, format_seconds
@@ -40,19 +42,7 @@ def verify(store: Path, output: Output) -> int:
     )
     held = output.compare(report.account)
     if len(report.drives) > 1:
-        output.table(
-            "Drives",
-            ("directory", "in use", "read", "bandwidth"),
-            [
-                (
-                    drive.path,
-                    format_bytes(drive.used_bytes),
-                    format_bytes(drive.read_bytes),
-                    f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
-                )
-                for drive in report.drives
-            ],
-        )
+        output.drives("Drives", report.drives)
     output.emit(
         {
             "store": store,
@@ -99,63 +89,57 @@ def gc(store: Path, dry_run: bool, output: Output) -> None:
     )
 
 
-_PLACEMENTS = MemberOf(placement for placement in RowPlacement if placement is not RowPlacement.AUTO)
+_PLACEMENTS = tuple(placement for placement in RowPlacement if placement is not RowPlacement.AUTO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """The layout and the formats of the new store."""
+
+    target: Path = option(MISSING, "Directory of the new store; must not exist.", "--to")
+    ranks: int | None = option(None, "Ranks of the new store (default: as in STORE).")
+    expert: int = option(
+        0,
+        "Ranks that share one copy of the experts (0: all ranks of a stage).",
+        "--expert",
+        "--expert-ranks",
+    )
+    tensor: int = option(1, "Tensor-parallel ranks, which divide each layer.")
+    stages: int = option(1, "Pipeline stages.")
+    stage_blocks: tuple[int, ...] = option(
+        (),
+        "Blocks in each stage (default: balanced by cost).",
+        click={"type": NUMBERS, "metavar": "N,N", "multiple": False},
+    )
+    embedding: RowPlacement | None = option(
+        None, "Placement of the embedding's rows (default: as in STORE).", choices=_PLACEMENTS
+    )
+    head: RowPlacement | None = option(
+        None, "Placement of the head's rows (default: as in STORE).", choices=_PLACEMENTS
+    )
+    moments: MomentFormat | None = option(None, "Format of the experts' moments (default: as in STORE).")
 
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--to", "target", type=PATH, required=True, help="Directory of the new store; must not exist.")
-@click.option("--ranks", type=int, help="Ranks of the new store (default: as in STORE).")
-@click.option(
-    "--expert",
-    "--expert-ranks",
-    "expert",
-    type=int,
-    default=0,
-    help="Ranks that share one copy of the experts (0: all ranks of a stage).",
-)
-@click.option("--tensor", type=int, default=1, help="Tensor-parallel ranks, which divide each layer.")
-@click.option("--stages", type=int, default=1, help="Pipeline stages.")
-@click.option(
-    "--stage-blocks", type=NUMBERS, metavar="N,N", help="Blocks in each stage (default: balanced by cost)."
-)
-@click.option(
-    "--embedding", type=_PLACEMENTS, help="Placement of the embedding's rows (default: as in STORE)."
-)
-@click.option("--head", type=_PLACEMENTS, help="Placement of the head's rows (default: as in STORE).")
-@click.option(
-    "--moments",
-    type=MemberOf(MomentFormat),
-    help="Format of the experts' moments (default: as in STORE).",
-)
+@dataclass_options(_Layout, "asked")
 @json_option
-def reshard(
-    store: Path,
-    target: Path,
-    ranks: int | None,
-    expert: int,
-    tensor: int,
-    stages: int,
-    stage_blocks: tuple[int, ...] | None,
-    embedding: RowPlacement | None,
-    head: RowPlacement | None,
-    moments: MomentFormat | None,
-    output: Output,
-) -> None:
+def reshard(store: Path, asked: _Layout, output: Output) -> None:
     """Reshard STORE for another layout of ranks, or convert its experts' moments to another format.
 
     Writes a new store, with dense parameters resliced and experts moved. STORE does not change.
     """
-    if ranks is None and moments is None and embedding is None and head is None:
+    if asked.ranks is None and asked.moments is None and asked.embedding is None and asked.head is None:
         raise click.UsageError("expected --ranks, --moments, --embedding or --head")
-    if ranks is None and (expert, tensor, stages) != (0, 1, 1):
+    if asked.ranks is None and (asked.expert, asked.tensor, asked.stages) != (0, 1, 1):
         raise click.UsageError("--expert, --tensor and --stages need --ranks")
-    if stage_blocks is not None and stages == 1:
+    if asked.stage_blocks and asked.stages == 1:
         raise click.UsageError("--stage-blocks needs --stages")
-    if ranks is not None and ranks < 1:
-        raise click.UsageError(f"--ranks: expected at least 1, got {ranks}")
-    blocks = stage_blocks or ()
-    wanted = ParallelConfig(expert=expert, tensor=tensor, stages=stages, stage_blocks=blocks)
+    if asked.ranks is not None and asked.ranks < 1:
+        raise click.UsageError(f"--ranks: expected at least 1, got {asked.ranks}")
+    wanted = ParallelConfig(
+        expert=asked.expert, tensor=asked.tensor, stages=asked.stages, stage_blocks=asked.stage_blocks
+    )
     start = time.monotonic()
     with output.passing("reshard") as progress:
         from tierstore.hf.spec import stored_spec
@@ -164,25 +148,25 @@ def reshard(
 
         done = make(
             store,
-            target,
-            None if ranks is None else layout_of(wanted, ranks),
+            asked.target,
+            None if asked.ranks is None else layout_of(wanted, asked.ranks),
             progress,
-            embedding=embedding,
-            head=head,
-            moments=moments,
+            embedding=asked.embedding,
+            head=asked.head,
+            moments=asked.moments,
             model=stored_spec(store),
-            stage_blocks=blocks,
+            stage_blocks=asked.stage_blocks,
             announced=output.announce,
         )
     elapsed_s = time.monotonic() - start
     output.line(
-        f"{target}: step {done.step}, {done.before} to {done.after}, moments {done.moments.value}; wrote {done.records} "
-        f"records, {format_bytes(done.nbytes)} in {format_seconds(elapsed_s)}"
+        f"{asked.target}: step {done.step}, {done.before} to {done.after}, moments {done.moments.value}; wrote "
+        f"{done.records} records, {format_bytes(done.nbytes)} in {format_seconds(elapsed_s)}"
     )
     held = output.compare(done.account)
     output.emit(
         {
-            "store": target,
+            "store": asked.target,
             "step": done.step,
             **done.after.as_json(),
             **{f"{name}_before": count for name, count in done.before.as_json().items()},

@@ -373,7 +373,7 @@ def _describe(store: StoreCore, output: Output) -> None:
 
 
 def _show(summary: RunSummary, output: Output) -> None:
-    from tierstore.train.report import drive_rows, step_rows, task_rows_of, tier_rows
+    from tierstore.train.report import step_rows, task_rows_of, tier_rows
 
     loss = "-" if summary.val_loss is None else f"{summary.val_loss:.4f}"
     output.table(
@@ -404,6 +404,4 @@ def _show(summary: RunSummary, output: Output) -> None:
         output.table(
             f"where {whole} of steps went", ("part", "time", "share"), step_rows(summary.totals.step_time)
         )
-    output.table(
-        "drives", ("directory", "in use", "read", "written", "bandwidth", "share"), drive_rows(summary)
-    )
+    output.drives("drives", summary.totals.drives)

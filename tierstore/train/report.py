@@ -298,21 +298,6 @@ def step_rows(total: StepTime) -> list[tuple[str, str, str]]:
     ]
 
 
-def drive_rows(summary: RunSummary) -> list[tuple[str, ...]]:
-    """One row a directory: bytes stored, bytes moved, the rate while anything was moving, and its share of new records."""
-    return [
-        (
-            str(drive.path),
-            format_bytes(drive.used_bytes),
-            format_bytes(drive.read_bytes),
-            format_bytes(drive.written_bytes),
-            f"{format_bytes(drive.bandwidth)}/s" if drive.bandwidth else "-",
-            f"{drive.share:.0%}",
-        )
-        for drive in summary.totals.drives
-    ]
-
-
 def _losses(trainer: Trainer, result: StepResult, val_loss: float | None) -> dict[str, object]:
     """By task: the loss of the step, and of the validation after it, if any."""
     known = trainer.state.tasks

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli.options import FRACTION, F, option, output_file
+from tierstore.cli.options import FRACTION, F, output_file
+from tierstore.config import option
 from tierstore.errors import ConfigError
 from tierstore.outputs import OutputKind
 
@@ -26,10 +27,10 @@ class ContractOptions:
 
     contract: str = option(
         "event-atomic",
-        help="Replay the requests of a layer pass as one set, or one after another.",
-        type=click.Choice(["event-atomic", "sequential"]),
+        "Replay the requests of a layer pass as one set, or one after another.",
+        choices=("event-atomic", "sequential"),
     )
-    threads: int = option(0, help="Concurrent replays (0: one per core).", type=click.IntRange(min=0))
+    threads: int = option(0, "Concurrent replays (0: one per core).", least=0)
 
     def arguments(self) -> dict[str, Any]:
         """The options as keyword arguments of the lab's functions."""
@@ -43,11 +44,9 @@ class ReplayOptions(ContractOptions):
     """How a trace is replayed with a given scope of the cache."""
 
     scope: str = option(
-        "global",
-        help="One cache for all layers, or an equal quota for each layer.",
-        type=click.Choice(["global", "layer"]),
+        "global", "One cache for all layers, or an equal quota for each layer.", choices=("global", "layer")
     )
-    warmup: int = option(0, help="Initial steps that are not counted.", type=click.IntRange(min=0))
+    warmup: int = option(0, "Initial steps that are not counted.", least=0)
 
     def arguments(self) -> dict[str, Any]:
         from tierstore.cache.config import Scope
@@ -60,21 +59,21 @@ class SearchOptions(ContractOptions):
     """The search space and objective of the tuner."""
 
     policies: tuple[str, ...] = option(
-        (), "--policy", metavar="NAME", help="Policy to try, repeatable (default: all that train runs)."
+        (), "Policy to try, repeatable (default: all that train runs).", "--policy", click={"metavar": "NAME"}
     )
     scope: str = option(
         "both",
-        help="One cache for all layers, a quota for each layer, or the better of the two.",
-        type=click.Choice(["global", "layer", "both"]),
+        "One cache for all layers, a quota for each layer, or the better of the two.",
+        choices=("global", "layer", "both"),
     )
     objective: str = option(
         "misses",
-        help="Cost to minimise: misses, bytes read and written, or stall time.",
-        type=click.Choice(["misses", "bytes", "stall"]),
+        "Cost to minimise: misses, bytes read and written, or stall time.",
+        choices=("misses", "bytes", "stall"),
     )
-    prefix: float = option(0.5, help="Fraction of the steps to tune on; the rest scores the choice.")
-    confidence: float = option(0.95, help="Confidence level of the gain's interval.")
-    seed: int = option(0, help="Seed of the bootstrap.", type=click.IntRange(min=0))
+    prefix: float = option(0.5, "Fraction of the steps to tune on; the rest scores the choice.")
+    confidence: float = option(0.95, "Confidence level of the gain's interval.")
+    seed: int = option(0, "Seed of the bootstrap.", least=0)
 
     def search(self) -> TuneOptions:
         """The tuner's options. Raises ConfigError that names the option."""
@@ -112,35 +111,31 @@ class MachineOptions:
     """The machine that estimates assume: the fields of ``tierstore.lab.Machine``."""
 
     profile: Path | None = option(
-        None, help="Profile measured by `tierstore bench machine` (default: plan's assumed costs)."
+        None, "Profile measured by `tierstore bench machine` (default: plan's assumed costs)."
     )
-    run: Path | None = option(
-        None, help="Configuration of a run; plan predicts its computation time per step."
-    )
+    run: Path | None = option(None, "Configuration of a run; plan predicts its computation time per step.")
     read_bytes_per_s: int | None = option(
-        None, "--read", size=True, help="Read bandwidth, bytes/s (default: the profile's)."
+        None, "Read bandwidth, bytes/s (default: the profile's).", "--read", size=True
     )
     write_bytes_per_s: int | None = option(
-        None, "--write", size=True, help="Write bandwidth, bytes/s (default: the profile's)."
+        None, "Write bandwidth, bytes/s (default: the profile's).", "--write", size=True
     )
     mixed_bytes_per_s: int | None = option(
-        None, "--mixed", size=True, help="Bandwidth of mixed reads and writes, bytes/s."
+        None, "Bandwidth of mixed reads and writes, bytes/s.", "--mixed", size=True
     )
     compute_s_per_step: float | None = option(
-        None, "--compute", help="Computation time per step, seconds (default: from --run, or 0)."
+        None, "Computation time per step, seconds (default: from --run, or 0).", "--compute"
     )
     overlap: str = option(
         "lookahead",
-        help="Fetch for a pass during the previous one, or when it starts.",
-        type=click.Choice(["lookahead", "serial"]),
+        "Fetch for a pass during the previous one, or when it starts.",
+        choices=("lookahead", "serial"),
     )
     endurance_bytes: int | None = option(
-        None, "--endurance", size=True, help="Bytes that the drive can take (default: 600TB, assumed)."
+        None, "Bytes that the drive can take (default: 600TB, assumed).", "--endurance", size=True
     )
-    drive_bytes: int | None = option(
-        None, "--drive", size=True, help="Size of the drive (default: 1TB, assumed)."
-    )
-    steps_per_s: float | None = option(None, help="Steps per second (default: from computation and stalls).")
+    drive_bytes: int | None = option(None, "Size of the drive (default: 1TB, assumed).", "--drive", size=True)
+    steps_per_s: float | None = option(None, "Steps per second (default: from computation and stalls).")
 
     def machine(self) -> Machine:
         """The machine. Raises ConfigError that names the option, BudgetError for an impossible run."""
