@@ -17,6 +17,8 @@ from click.testing import CliRunner, Result
 
 from tierstore.cli.main import cli
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 STEPS = 40
 TINY = """
 steps = {steps}

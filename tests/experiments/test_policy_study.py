@@ -21,6 +21,8 @@ from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role, Study
 from tierstore.lab.simulate import simulate
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SMALL = StudyOptions(
     capacities=(0.4, 0.7),
     focus=0.4,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +42,10 @@ EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
 
 
 class Trainer:
-    """Runs ``tierstore train`` in processes of their own, forked by one that has imported torch."""
+    """Runs ``tierstore train`` in processes of their own."""
 
     def __init__(self, directory: Path) -> None:
-        script = Path(__file__).parent.parent / "train" / "fork_server.py"
         self.directory = directory
-        self.server = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.server.stdout is not None
-        assert self.server.stdout.readline() == "ready\n"
         (directory / "text.txt").write_text("the expert fetched its page from the slower tier; " * 400)
 
     def run(self, store: Path, backend: str, *options: str) -> tuple[int, dict[str, Any], str]:
@@ -61,30 +53,15 @@ class Trainer:
         file = self.directory / "run.toml"
         file.write_text(CONFIG.format(text=self.directory / "text.txt", backend=backend))
         argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
-        out, err = self.directory / "out", self.directory / "err"
-        job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        self.server.stdout.readline()  # its pid
-        status = os.waitstatus_to_exitcode(int(self.server.stdout.readline().removeprefix("status ")))
-        lines = out.read_text().splitlines()
-        return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
-
-    def close(self) -> None:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.close()
-        self.server.wait(SECONDS)
-        self.server.stdout.close()
+        command = [sys.executable, "-m", "tierstore.cli.main", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+        lines = done.stdout.splitlines()
+        return done.returncode, json.loads(lines[-1]) if done.returncode == 0 else {}, done.stderr
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    made = Trainer(tmp_path_factory.mktemp("train"))
-    yield made
-    made.close()
+def trainer(forked_python: None, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
