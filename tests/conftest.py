@@ -63,9 +63,9 @@ def fork_server() -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def forked_python(fork_server: ForkServer) -> Iterator[None]:
-    """The Python processes that a module starts are forked. Not for one that looks at imports, memory or a process's end."""
+    """The Python processes that a test starts are forked. Not for tests of imports, memory or the interpreter's end."""
     with fork_server.forking():
         yield
 

@@ -84,7 +84,10 @@ class Job:
             _write_command_line(self.arguments)
             options, rest = _parsed(self.arguments) or (set(), [])
             _open_standard_streams(unbuffered="-u" in options)
-            while os.getppid() != self.parent:  # it is the server's child for a moment
+            until = time.monotonic() + 1
+            while (
+                os.getppid() != self.parent and time.monotonic() < until
+            ):  # until what stands between has ended
                 time.sleep(0.0005)
             _install(lambda *given: _fork_here(given, base_path))
             safe = "-P" in options or bool(self.environment.get("PYTHONSAFEPATH"))
@@ -266,11 +269,12 @@ class ForkServer:
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
         """Within it ``subprocess`` starts Python by a fork."""
+        before = _posixsubprocess.fork_exec
         _install(self._fork_exec)
         try:
             yield
         finally:
-            _install(_start_afresh)
+            _install(before)
 
     def preload(self, modules: Sequence[str]) -> None:
         """Imports more modules for the processes to come."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from forked_python import ForkServer
 
 from tierstore.cli.main import cli
 
@@ -86,11 +87,12 @@ def losses_of(metrics: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+def two(config: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     place = tmp_path_factory.mktemp("two")
     options = ("--store", place / "store", "--metrics", place / "metrics.jsonl", "--json", "--checksum")
     line = torchrun("train", config, *options)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    with fork_server.forking():
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return TwoRanks(place, last_json(done.stdout), done.stderr)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faultfs import Action, FaultFs, Rule, unavailable
+from forked_python import ForkServer
 
 from tierstore.store import verify_store
 
@@ -44,8 +45,8 @@ EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
 class Trainer:
     """Runs ``tierstore train`` in processes of their own."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, server: ForkServer) -> None:
+        self.directory, self.server = directory, server
         (directory / "text.txt").write_text("the expert fetched its page from the slower tier; " * 400)
 
     def run(self, store: Path, backend: str, *options: str) -> tuple[int, dict[str, Any], str]:
@@ -54,14 +55,15 @@ class Trainer:
         file.write_text(CONFIG.format(text=self.directory / "text.txt", backend=backend))
         argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
         command = [sys.executable, "-m", "tierstore.cli.main", *argv]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+        with self.server.forking():
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         lines = done.stdout.splitlines()
         return done.returncode, json.loads(lines[-1]) if done.returncode == 0 else {}, done.stderr
 
 
 @pytest.fixture(scope="module")
-def trainer(forked_python: None, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    return Trainer(tmp_path_factory.mktemp("train"))
+def trainer(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("train"), fork_server)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from effort import share
+from forked_python import ForkServer
 
 from tierstore.config import dump
 from tierstore.train.config import TrainConfig
@@ -83,7 +84,7 @@ Undisturbed = Callable[[TrainConfig], Expected]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forked_python: None, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """Losses and summary of a run that nothing happens to, each computed once: when it commits changes neither."""
     known: dict[str, Expected] = {}
 
@@ -91,7 +92,8 @@ def undisturbed(forked_python: None, tmp_path_factory: pytest.TempPathFactory) -
         config = replace(config, store=Path("store"), commit_every=0)
         if repr(config) not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
-            process = Process(replace(config, store=directory / "store"), directory)
+            with fork_server.forking():
+                process = Process(replace(config, store=directory / "store"), directory)
             assert process.wait() == 0, process.errors
             losses, summary = process.losses(), process.summary()
             assert [step for step, _ in losses] == list(range(1, config.steps + 1))
