@@ -36,6 +36,7 @@ settings.register_profile("thorough", max_examples=100, deadline=None, suppress_
 settings.load_profile("quick")
 
 if TYPE_CHECKING:
+    from forked_python import ForkServer
     from launcher import Ranks
 
 
@@ -56,15 +57,31 @@ def directories_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Forks Python processes that have imported torch: see ``tests/forked_python.py``."""
+    from forked_python import ForkServer
+
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture
+def forked_python(fork_server: ForkServer) -> Iterator[None]:
+    """The Python processes that a test starts are forked. Not for tests of imports, memory or the interpreter's end."""
+    with fork_server.forking():
+        yield
+
+
 _STARTED = pytest.StashKey["Ranks"]()
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+def ranks(pytestconfig: pytest.Config, fork_server: ForkServer) -> Iterator[Ranks]:
     """Worlds of real processes on Gloo: see ``tests/parallel/launcher.py``."""
     from launcher import Ranks
 
-    started = pytestconfig.stash[_STARTED] = Ranks()
+    started = pytestconfig.stash[_STARTED] = Ranks(fork_server)
     yield started
     started.close()
 
@@ -76,12 +93,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def simulated_ranks() -> Iterator[Ranks]:
+def simulated_ranks(fork_server: ForkServer) -> Iterator[Ranks]:
     """As ``ranks``, with simulated devices: see ``tests/simgpu/simulated.py``."""
     from launcher import Ranks
     from simulated_build import build
 
-    started = Ranks(build())
+    started = Ranks(fork_server, build())
     yield started
     started.close()
 

@@ -45,6 +45,8 @@ from tierstore.cli.main import cli
 from tierstore.machine_profile import load_io_point
 from tierstore.store.config import IoBackendName, IoConfig, tune
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def sample(nbytes: int, elapsed_s: float, cpu_s: float = 1.0, latency_ns: int = 5) -> Sample:
     latencies = Latencies()

@@ -11,6 +11,8 @@ from tiny import TinyBench
 from tierstore.cli.main import cli
 from tierstore.machine_profile import Evidence, load_profile
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.mark.slow
 def test_a_tiny_run(tmp_path: Path, tiny_bench: TinyBench, capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,8 @@ from tierstore.links import LinkConfig, LinksConfig
 from tierstore.timeline import read_slices, slices_by_track
 from tierstore.train.config import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 FOUR = ("computation", "gathers", "fetches", "copies")
 TINY = StackShape(
     layers=3,

@@ -13,6 +13,8 @@ from tierstore.bench.plots import plots_of
 from tierstore.bench.scale import DecisionProgram, fit_exponent, make_core, n_log_n_exponent
 from tierstore.cache.access import Phase
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 COSTS = {
     *("create", "first commit", "open", "index memory", "index memory a record"),
     *(

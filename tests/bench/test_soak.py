@@ -38,6 +38,8 @@ from tierstore.store import Group, NewRecord, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.index.database import Index
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SMALL = SoakShape(store_bytes=2 << 20, record_bytes=24 << 10, host_budget_bytes=1 << 18)
 
 

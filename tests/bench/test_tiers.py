@@ -25,6 +25,8 @@ from tierstore.lab.routing import Sections
 from tierstore.store import AdamWConfig, Inactive, ParameterStore, RecordSchema, StoreConfig
 from tierstore.trace.format import EventColumns, RecordTable, Trace, TraceHeader, TraceRecord
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 

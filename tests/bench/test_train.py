@@ -10,6 +10,8 @@ from tiny import SMALL_MODEL, TinyBench, bench_status
 
 from tierstore.bench import train
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> list[str]:

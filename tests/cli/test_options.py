@@ -28,6 +28,8 @@ from tierstore.config import dotted_fields, load, option
 from tierstore.errors import ConfigError
 from tierstore.train.config import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 class Device(Enum):
     CPU = "cpu"

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from command_line import done, invoke, object_of, tiny_run
 from conftest_store import flip_bit
+from forked_python import ForkServer
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 STEPS = 40
 
@@ -56,11 +59,12 @@ def losses_of(metrics: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def two(config: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+def two(config: Path, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     place = tmp_path_factory.mktemp("two")
     options = ("--store", place / "store", "--metrics", place / "metrics.jsonl", "--json", "--checksum")
     line = torchrun("train", config, *options)
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    with fork_server.forking():
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     return TwoRanks(place, last_json(ended.stdout), ended.stderr)
 

@@ -21,6 +21,8 @@ from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import load_requests
 from tierstore.lab.results import Role, Study
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SMALL = StudyOptions(
     capacities=(0.4, 0.7),
     focus=0.4,

@@ -210,6 +210,7 @@ CHECKS: dict[str, Callable[[Found], None]] = {name: globals()[f"check_{name}"] f
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("name", SMALLEST)
 def test_an_experiment_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     """What it finds is right; status 1 and its reasons are allowed, since at this size times vary."""
@@ -230,6 +231,7 @@ def test_every_experiment_has_its_smallest_size() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
     done = run("exchange", "--layouts 1x2", tmp_path)
     assert done.returncode == 2
@@ -237,6 +239,7 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_picture_of_chunks(tmp_path: Path) -> None:
     """Of a layer in 1, 2 and 4 chunks as many dispatches, combines and experts, forward and backward."""
     assert run("pipemoe", "--svg chunks.svg --rounds 1", tmp_path).returncode == 0

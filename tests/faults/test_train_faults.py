@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import tiny_run
 from faultfs import Action, FaultFs, Rule, unavailable
+from forked_python import ForkServer
 
 from tierstore.store import verify_store
 
@@ -24,41 +23,26 @@ EXTENTS, INDEX = "s/extents/*", "s/index/data.mdb"
 
 
 class Trainer:
-    """Runs ``tierstore train`` in processes of their own, forked by one that has imported torch."""
+    """Runs ``tierstore train`` in processes of their own."""
 
-    def __init__(self, directory: Path) -> None:
-        script = Path(__file__).parent.parent / "train" / "fork_server.py"
-        self.directory = directory
-        self.server = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.server.stdout.readline() == "ready\n"
+    def __init__(self, directory: Path, server: ForkServer) -> None:
+        self.directory, self.server = directory, server
 
     def run(self, store: Path, backend: str, *options: str) -> tuple[int, dict[str, Any], str]:
         """Exit status, the JSON and the error output of one run, which must end by itself."""
         settings = {"steps": 6, "commit_every": 2, "eval_every": 0, "io.backend": backend}
         file = tiny_run(self.directory, settings)
         argv = ["train", str(file), "--store", str(store), "--json", "--checksum", *options]
-        out, err = self.directory / "out", self.directory / "err"
-        job = {"argv": argv, "stdout": str(out), "stderr": str(err)}
-        self.server.stdin.write(json.dumps(job) + "\n")
-        self.server.stdin.flush()
-        self.server.stdout.readline()  # its pid
-        status = os.waitstatus_to_exitcode(int(self.server.stdout.readline().removeprefix("status ")))
-        lines = out.read_text().splitlines()
-        return status, json.loads(lines[-1]) if status == 0 else {}, err.read_text()
-
-    def close(self) -> None:
-        self.server.stdin.close()
-        self.server.wait(SECONDS)
-        self.server.stdout.close()
+        command = [sys.executable, "-m", "tierstore.cli.main", *argv]
+        with self.server.forking():
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+        lines = done.stdout.splitlines()
+        return done.returncode, json.loads(lines[-1]) if done.returncode == 0 else {}, done.stderr
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    made = Trainer(tmp_path_factory.mktemp("train"))
-    yield made
-    made.close()
+def trainer(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("train"), fork_server)
 
 
 @pytest.fixture(scope="module")

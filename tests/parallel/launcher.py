@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from forked_python import ForkServer
+
 from tierstore.parallel import ParallelConfig
 from tierstore.parallel.layout import local_environments
 
@@ -42,8 +44,12 @@ class RankFailedError(AssertionError):
 class World:
     """The processes of one world, by rank."""
 
-    pids: list[int] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
     def send(self, rank: int, case: Case, *arguments: Any) -> None:
         """Start ``case`` on one rank."""
@@ -62,11 +68,11 @@ class World:
 
     def run(self, case: Case, *arguments: Any) -> list[Any]:
         """``case`` on all ranks. Raises RankFailedError when it raised on any."""
-        for rank in range(len(self.pids)):
+        for rank in range(len(self.processes)):
             self.send(rank, case, *arguments)
         answers: list[Any] = []
         failures: list[str] = []
-        for rank in range(len(self.pids)):
+        for rank in range(len(self.processes)):
             try:
                 # Once one has failed, the others may be waiting for it.
                 answers.append(self.receive(rank, _CASE_S if not failures else 5.0))
@@ -75,6 +81,18 @@ class World:
         if failures:
             raise RankFailedError("\n".join(failures))
         return answers
+
+    def exit_code(self, rank: int) -> int:
+        """Waits for a rank to end: its exit code, or minus the signal. Raises subprocess.TimeoutExpired."""
+        return self.processes[rank].wait(_END_S)
+
+    def kill(self) -> None:
+        """Ends every rank at once."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        self.end()
 
     def end(self) -> None:
         """Ask every rank to leave; they may be gone already."""
@@ -93,23 +111,17 @@ def _of_cases(name: str, module: ModuleType) -> bool:
 
 
 class Ranks:
-    """Starts worlds, and keeps the last few of those whose cases all passed for the next test. ``simulated_device``:
-    where it was built; each rank then has a simulated GPU instead of the CPU.
+    """Starts worlds by ``server``, and keeps the last few of those whose cases all passed for the next test.
+    ``simulated_device``: where it was built; each rank then has a simulated GPU instead of the CPU.
     """
 
-    def __init__(self, simulated_device: Path | None = None) -> None:
+    def __init__(self, server: ForkServer, simulated_device: Path | None = None) -> None:
+        self._server = server
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._address = str(Path(self._directory.name, "socket"))
-        self._listener = Listener(self._address, "AF_UNIX", backlog=64)
-        program = Path(__file__).with_name("rank_server.py")
-        # The server and its ranks import what this process would, from where it would.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        address = str(Path(self._directory.name, "socket"))
+        self._listener = Listener(address, "AF_UNIX", backlog=64)
         device = [] if simulated_device is None else [str(simulated_device)]
-        self._server = subprocess.Popen(
-            [sys.executable, str(program), self._address, *device], env=environment
-        )
-        self._control = self._accept()
-        self._control.recv()
+        self._command = [sys.executable, str(Path(__file__).with_name("rank_program.py")), address, *device]
         self._worlds: dict[tuple[int, ParallelConfig], World] = {}
 
     def run(self, size: int, case: Case, *arguments: Any, **layout: Any) -> list[Any]:
@@ -119,13 +131,13 @@ class Ranks:
         world = self._worlds.pop(key, None)
         if world is None:
             while len(self._worlds) >= _KEPT:
-                self.kill(self._worlds.pop(next(iter(self._worlds))))
+                self._worlds.pop(next(iter(self._worlds))).kill()
             world = self._start(size, config, None)
         self._worlds[key] = world  # the one that was used last is last
         try:
             return world.run(case, *arguments)
         except RankFailedError:
-            self.kill(self._worlds.pop(key))
+            self._worlds.pop(key).kill()
             raise
 
     @contextlib.contextmanager
@@ -137,34 +149,15 @@ class Ranks:
         try:
             yield world
         finally:
-            self.kill(world)
-
-    def exit_code(self, pid: int) -> int:
-        """Waits for a rank of this session to end: its exit code, or minus the signal. Raises RankFailedError when it
-        does not.
-        """
-        self._control.send(("wait", pid, _END_S))
-        code: int | None = self._control.recv()
-        if code is None:
-            raise RankFailedError(f"process {pid} has not ended within {_END_S:g} s")
-        return code
-
-    def kill(self, world: World) -> None:
-        """Ends every rank of ``world`` at once."""
-        self._control.send(("kill", world.pids))
-        self._control.recv()
-        world.end()
+            world.kill()
 
     def rest(self) -> None:
         """Ends the worlds that are kept."""
         while self._worlds:
-            self.kill(self._worlds.popitem()[1])
+            self._worlds.popitem()[1].kill()
 
     def close(self) -> None:
-        for world in self._worlds.values():
-            world.end()
-        self._control.close()
-        self._server.wait(30)
+        self.rest()
         self._listener.close()
         self._directory.cleanup()
 
@@ -179,16 +172,22 @@ class Ranks:
     def _start(self, size: int, config: ParallelConfig, stderr: Path | None) -> World:
         # What each rank would import by itself: a model of transformers takes a second and a half.
         modules = [name for name, module in sys.modules.items() if _of_cases(name, module)]
-        self._control.send(
-            ("start", local_environments(size), config, None if stderr is None else str(stderr), modules)
-        )
-        pids: list[int] = self._control.recv()
-        called = [self._accept() for _ in pids]
-        by_pid = {connection.recv()[1]: connection for connection in called}
-        world = World(pids, [by_pid[pid] for pid in pids])
+        self._server.preload(modules)
+        world = World()
+        # Ranks import what this process would, from where it would.
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with self._server.forking(), contextlib.ExitStack() as stack:
+            target = None if stderr is None else stack.enter_context(stderr.open("ab"))
+            for rank in local_environments(size):
+                world.processes.append(subprocess.Popen(self._command, env=environ | rank, stderr=target))
+        called = [self._accept() for _ in world.processes]
+        by_pid = {connection.recv(): connection for connection in called}
+        world.connections += [by_pid[process.pid] for process in world.processes]
+        for connection in world.connections:
+            connection.send(config)
         for rank, connection in enumerate(world.connections):
             if not connection.poll(_JOIN_S):
-                self.kill(world)
+                world.kill()
                 raise RankFailedError(f"rank {rank} did not join within {_JOIN_S:g} s")
             connection.recv()
         return world

@@ -46,6 +46,7 @@ def _torchrun(tmp_path: Path, what: str, ranks: int = 2) -> subprocess.Popen[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_under_torchrun(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "leave")
     out, err = run.communicate(timeout=120)
@@ -54,6 +55,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     run = _torchrun(tmp_path, "fail")
     _, err = run.communicate(timeout=120)
@@ -62,6 +64,7 @@ def test_a_failure_ends_the_job_with_its_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_end_with_a_killed_torchrun(tmp_path: Path, ranks: int) -> None:
     with _torchrun(tmp_path, "stay", ranks) as run:

@@ -61,7 +61,7 @@ def test_survivors_of_a_kill_get_an_error_that_names_the_rank(
                 victim,
                 f"{operation}: rank {victim} failed: its process ended",
             )
-        assert ranks.exit_code(world.pids[victim]) == -signal.SIGKILL
+        assert world.exit_code(victim) == -signal.SIGKILL
     said = (tmp_path / "stderr").read_text()
     for rank in range(victim):
         assert f"tierstore: rank {rank}: rank {victim} failed: its process ended" in said
@@ -81,7 +81,7 @@ def test_a_rank_that_does_nothing_is_ended(ranks: Ranks, tmp_path: Path) -> None
     with ranks.fresh(2, config, tmp_path / "stderr") as world:
         world.send(1, _sleep, 60.0)
         world.send(0, _kill_myself)
-        assert ranks.exit_code(world.pids[1]) == 1
+        assert world.exit_code(1) == 1
     said = (tmp_path / "stderr").read_text()
     assert "rank 1: rank 0 failed: its process ended; ending within 0.2 s" in said
     assert "rank 1: still running 0.2 s after the failure; ending now" in said
@@ -99,7 +99,7 @@ def test_an_abort_that_does_not_return_delays_no_end(ranks: Ranks, tmp_path: Pat
         world.send(1, _sleep_and_never_abort, 600.0)
         time.sleep(0.2)
         world.send(0, _kill_myself)
-        assert ranks.exit_code(world.pids[1]) == 1  # which waits for a minute at most
+        assert world.exit_code(1) == 1  # which waits for a minute at most
     assert "rank 1: still running 0.2 s after the failure" in (tmp_path / "stderr").read_text()
 
 
@@ -124,5 +124,5 @@ def test_ranks_that_end_in_order_say_nothing(ranks: Ranks, tmp_path: Path) -> No
     with ranks.fresh(4, stderr=tmp_path / "stderr") as world:
         world.run(_sleep, 0.0)
         world.end()
-        assert [ranks.exit_code(pid) for pid in world.pids] == [0] * 4
+        assert [world.exit_code(rank) for rank in range(4)] == [0] * 4
     assert (tmp_path / "stderr").read_text() == ""

@@ -17,6 +17,8 @@ from served_stores import make_tiny_store
 
 from tierstore.cli.main import cli
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 PATIENCE_S = 120
 PROMPT, TOKENS = "two experts in the store", 24
 

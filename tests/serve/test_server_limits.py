@@ -30,6 +30,8 @@ from tierstore.serve.api.app import Keys
 from tierstore.serve.api.server import ServerLog, listen
 from tierstore.serve.config import LimitsConfig
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 PATIENCE_S = 60
 
 

@@ -22,6 +22,8 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 Make = Callable[..., TrainConfig]
 SHM = Path("/dev/shm")
 

@@ -36,12 +36,12 @@ def quick(**layout: Any) -> ParallelConfig:
     return ParallelConfig(**layout, timeout_s=300.0, grace_s=2.0)
 
 
-def end_of(ranks: Ranks, world: World) -> list[int]:
+def end_of(world: World) -> list[int]:
     """The exit codes of all ranks, once one of them has died. Survivors unwind and leave by themselves, long before
-    ``timeout_s``: one that hangs raises RankFailedError.
+    ``timeout_s``: one that hangs raises TimeoutExpired.
     """
     world.end()
-    return [ranks.exit_code(pid) for pid in world.pids]
+    return [world.exit_code(rank) for rank in range(len(world.pids))]
 
 
 # At random moments ------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_kills_of_random_ranks_change_no_bit(
                 store = make(mode)
                 continue
             os.kill(world.pids[random_.randrange(size)], signal.SIGKILL)
-            assert -signal.SIGKILL in end_of(ranks, world)
+            assert -signal.SIGKILL in end_of(world)
             kills += 1
     assert resumed >= 1, "every kill came before the first commit"
 
@@ -188,7 +188,7 @@ def test_a_kill_while_an_opening_takes_a_commit_back(
             with ranks.fresh(2, quick(expert=expert), tmp_path / "stderr") as world:
                 for rank in range(2):
                     world.send(rank, dying, behind, moment, victim)
-                assert end_of(ranks, world)[victim] == -signal.SIGKILL, moment
+                assert end_of(world)[victim] == -signal.SIGKILL, moment
             both = {OpenAt.LAST, OpenAt.PREVIOUS}
             went_back = {"before it": both, "within its transaction": both, "after it": {OpenAt.LAST}}
             if moment in went_back:

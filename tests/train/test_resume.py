@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from effort import share
+from forked_python import ForkServer
 
 from tierstore.config import dump
 from tierstore.train.config import TrainConfig
@@ -27,37 +28,18 @@ Make = Callable[..., TrainConfig]
 
 
 class Process:
-    """One ``tierstore train`` under the fork server."""
+    """One ``tierstore train``."""
 
-    def __init__(
-        self, server: subprocess.Popen[str], config: TrainConfig, directory: Path, *options: str
-    ) -> None:
+    def __init__(self, config: TrainConfig, directory: Path, *options: str) -> None:
         directory.mkdir(exist_ok=True)
-        self._server = server
         self._directory = directory
         self.metrics = directory / "metrics.jsonl"
         (directory / "run.toml").write_text(dump(config))
         argv = ["train", str(directory / "run.toml"), "--json", "--checksum", "--metrics", str(self.metrics)]
-        job = {"argv": [*argv, *options], "stdout": str(directory / "out"), "stderr": str(directory / "err")}
-        assert server.stdin is not None
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        self.pid = self._answer("pid")
-
-    def _answer(self, kind: str) -> int:
-        """The next answer of this kind: a test that failed may have left one of another."""
-        assert self._server.stdout is not None
-        while True:
-            found, number = self._server.stdout.readline().split()
-            if found == kind:
-                return int(number)
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.pid, number)  # the process's still, even if it has ended: see ``fork_server``
-
-    def wait(self) -> int:
-        """The exit status; minus the number of the signal that ended it."""
-        return os.waitstatus_to_exitcode(self._answer("status"))
+        command = [sys.executable, "-m", "tierstore.cli.main", *argv, *options]
+        with (directory / "out").open("wb") as out, (directory / "err").open("wb") as err:
+            self._process = subprocess.Popen(command, stdout=out, stderr=err)
+        self.kill, self.wait = self._process.send_signal, self._process.wait
 
     @property
     def errors(self) -> str:
@@ -79,24 +61,10 @@ class Process:
 Start = Callable[..., Process]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    script = Path(__file__).with_name("fork_server.py")
-    process = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    with process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 @pytest.fixture
-def start(server: subprocess.Popen[str], tmp_path: Path) -> Start:
+def start(forked_python: None, tmp_path: Path) -> Start:
     def begin(config: TrainConfig, *options: str, name: str = "run") -> Process:
-        return Process(server, config, tmp_path / name, *options)
+        return Process(config, tmp_path / name, *options)
 
     return begin
 
@@ -116,7 +84,7 @@ Undisturbed = Callable[[TrainConfig], Expected]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """Losses and summary of a run that nothing happens to, each computed once: when it commits changes neither."""
     known: dict[str, Expected] = {}
 
@@ -124,7 +92,8 @@ def undisturbed(server: subprocess.Popen[str], tmp_path_factory: pytest.TempPath
         config = replace(config, store=Path("store"), commit_every=0)
         if repr(config) not in known:
             directory = tmp_path_factory.mktemp("undisturbed")
-            process = Process(server, replace(config, store=directory / "store"), directory)
+            with fork_server.forking():
+                process = Process(replace(config, store=directory / "store"), directory)
             assert process.wait() == 0, process.errors
             losses, summary = process.losses(), process.summary()
             assert [step for step, _ in losses] == list(range(1, config.steps + 1))
@@ -171,7 +140,7 @@ def test_killed_at_random_moments(
         while len(process.losses()) < wanted and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(chance.random() * 0.02)
-        process.kill()
+        process.kill(signal.SIGKILL)
         ended = process.wait()
         if ended == 0:  # it was quicker than this process
             agree(process, expected)
@@ -196,7 +165,7 @@ def test_killed_while_it_creates(configure: Make, start: Start, undisturbed: Und
         while not (config.store / "lease").exists() and time.monotonic() < deadline:
             pass
         time.sleep(chance.random() * 0.003)
-        process.kill()
+        process.kill(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, process.errors
         if (config.store / "tierstore.json").exists():
             break

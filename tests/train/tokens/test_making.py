@@ -26,6 +26,8 @@ from tierstore.train.tokens.making import find_tokens, tokenise
 from tierstore.train.tokens.token_files import TokenFiles, TokenWriter
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 #: A time of change that nothing changes after.
 _OLD_NS = 1_700_000_000_000_000_000
 
