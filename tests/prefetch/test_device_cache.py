@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -222,11 +223,15 @@ def test_a_slot_is_for_this_pass_before_a_coming_one(make_rig: MakeRig, slots: i
         assert set(following) <= set(resident(rig, 0)), lease.expert
 
 
-def test_an_expert_whose_step_is_still_to_be_queued_is_not_copied_ahead(make_rig: MakeRig) -> None:
-    """The backward pass of layer 2 looks ahead to that of layer 0, and to the next step's forward passes. The weights of
-    layer 0's experts change in between: each is copied once its step is queued, and there it still is.
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_expert_whose_step_is_still_to_be_queued_is_not_copied_ahead(
+    make_rig: MakeRig, depth: int
+) -> None:
+    """The backward pass of layer 2 looks ahead to that of layer 0, and, as all experts fit, to the next step's forward
+    passes at any depth. The weights of layer 0's experts change in between: each is copied once its step is queued, and
+    there it still is.
     """
-    rig = make_rig(slots=ALL + 1, depth=3, predictor=PredictorName.ALL, lookahead=AHEAD)
+    rig = make_rig(slots=ALL + 1, depth=depth, predictor=PredictorName.ALL, lookahead=AHEAD)
     zeros = {expert: torch.zeros(1024) for expert in EVERY}
     with rig.store.optimizer_step(0.01):
         rig.experts.begin_micro(index=0, count=1)
@@ -239,6 +244,48 @@ def test_an_expert_whose_step_is_still_to_be_queued_is_not_copied_ahead(make_rig
         assert (resident(rig, 0), resident(rig, 2)) == (list(EVERY), list(EVERY))
     rig.experts.begin_micro(index=0, count=1)
     assert uploads(rig, lambda: [rig.forward(layer, *EVERY) for layer in LAYERS]) == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "depth", "predictor", "copied"),
+    [
+        (ALL, 1, PredictorName.ALL, [4, 3]),  # not the last one: a slot is left for the current expert
+        (ALL - 1, 1, PredictorName.ALL, [1, 4]),  # layer 0's: the one without a slot, then the nearest pass's
+        (ALL, 0, PredictorName.ALL, [0, 0]),
+        (ALL, 1, PredictorName.NONE, [0, 0]),
+    ],
+)
+def test_a_stepped_expert_is_copied_again_at_once_if_all_fit(
+    make_rig: MakeRig, slots: int, depth: int, predictor: PredictorName, copied: list[int]
+) -> None:
+    """Steps are queued in the backward passes of layers 2 and 0. If all experts fit, and the next forward pass is expected
+    to use them, their copies are queued then, behind the steps. A step has 2E - S copies, whenever they are queued.
+    """
+    rig = make_rig(slots=slots, depth=depth, predictor=predictor, lookahead=AHEAD)
+    zeros = {expert: torch.zeros(1024) for expert in EVERY}
+    step(rig)
+    begun = rig.tier.uploads
+    with rig.store.optimizer_step(0.01):
+        rig.experts.begin_micro(index=0, count=1)
+        for layer in LAYERS:
+            rig.forward(layer, *EVERY)
+        assert [uploads(rig, partial(rig.backward, layer, zeros)) for layer in (2, 0)] == copied
+        assert resident(rig, 2) == (list(EVERY) if copied[0] == 4 else [])
+    step(rig)
+    assert rig.tier.uploads - begun == 2 * (2 * ALL - slots)
+
+
+def test_a_stepped_expert_that_is_not_expected_again_is_not_copied_again(make_rig: MakeRig) -> None:
+    """Three passes of layer 0 do not use expert 0, so the history does not expect it: the step that it takes then changes
+    its slot's content for no pass in sight.
+    """
+    rig = make_rig(slots=ALL, depth=1, predictor=PredictorName.HISTORY, lookahead=AHEAD)
+    for experts in ((1, 2), (1, 2), (1, 2), (0, 1, 2)):
+        with rig.store.optimizer_step(0.01):
+            rig.experts.begin_micro(index=0, count=1)
+            rig.forward(0, *experts)
+            rig.backward(0, {expert: torch.zeros(1024) for expert in experts})
+    assert resident(rig, 0) == [1, 2]
 
 
 def test_a_copy_whose_read_hangs_holds_no_other_up(make_rig: MakeRig) -> None:

@@ -77,6 +77,13 @@ MUTANTS = [
         _SLOW_READS,
     ),
     Mutant(
+        "a stepped expert is copied again while it is stepped",
+        _SLOTS,
+        "self._cache.sections(entry)[0], guards)",
+        "self._cache.sections(entry)[0], [])",
+        {"device_budget": 1 << 18},
+    ),
+    Mutant(
         "weights are used before they are there",
         _WALK,
         "        elif self._wait_again(awaited, record, layer):\n",

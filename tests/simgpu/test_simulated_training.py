@@ -43,7 +43,19 @@ def test_slots_save_uploads(simulated_ranks: Ranks, tmp_path: Path, text: Path) 
     found = [
         simulated_ranks.run(1, uploads, tmp_path / f"{slots}", slots, str(text))[0] for slots in (6, 9, 12)
     ]
-    assert [copied for copied, _, _ in found] == [18, 15, 12]
+    assert [copied for copied, *_ in found] == [18, 15, 12]
     fewest, rest = found[-1], found[:-1]
-    for copied, nbytes, expert in rest:
+    for copied, nbytes, expert, _ in rest:
         assert nbytes - fewest[1] == (copied - fewest[0]) * expert
+
+
+def test_stepped_experts_are_copied_before_the_next_forward_pass(
+    simulated_ranks: Ranks, tmp_path: Path, text: Path
+) -> None:
+    """With a slot for each of 12 experts, the step queues the copies that the next forward pass needs, but the last one,
+    because a slot is left for the expert that is being computed. Without lookahead the forward pass queues all.
+    """
+    found = [
+        simulated_ranks.run(1, uploads, tmp_path / f"{depth}", 12, str(text), depth)[0] for depth in (0, 1)
+    ]
+    assert [(copied, later) for copied, _, _, later in found] == [(12, 12), (12, 1)]

@@ -86,12 +86,12 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
 
 
-def uploads(mesh: Mesh, store: Path, slots: int, text: str) -> tuple[int, int, int]:
+def uploads(mesh: Mesh, store: Path, slots: int, text: str, depth: int = 0) -> tuple[int, int, int, int]:
     """What a step copies to a device with ``slots``, if each pass reaches all 12 experts: experts, and all bytes. Also an
-    expert's bytes.
+    expert's bytes, and the experts that a forward pass after the step copies.
     """
     torch.set_num_threads(1)
-    settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": 0, "data.paths": (text,)}
+    settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": depth, "data.paths": (text,)}
     numel = load(TrainConfig, None, settings).model.expert_shape.numel
     nbytes = DeviceSlots(numel, torch.float32, slots, min(slots, 3)).nbytes
     config = load(TrainConfig, None, {**settings, "device_budget": nbytes, "store": store})
@@ -102,10 +102,12 @@ def uploads(mesh: Mesh, store: Path, slots: int, text: str) -> tuple[int, int, i
         simulated.reset()
         before = cache.copies
         trainer.step()
-        copied, all_bytes = cache.copies - before, simulated.counts()["h2d.bytes"]
+        stepped, all_bytes = cache.copies, simulated.counts()["h2d.bytes"]
+        trainer.evaluate()
+        evaluated = cache.copies
         trainer.commit()
     assert not simulated.violations()
-    return copied, all_bytes, 4 * numel
+    return stepped - before, all_bytes, 4 * numel, evaluated - stepped
 
 
 def train_holding(

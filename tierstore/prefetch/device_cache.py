@@ -119,6 +119,11 @@ class DeviceCache:
 
     # What the slots hold ------------------------------------------------------------------------------------
 
+    @property
+    def fits_all(self) -> bool:
+        """Whether no expert ever needs the slot of another."""
+        return self.keeps and len(self._records) <= self._lookahead + 1
+
     def holds(self, records: Sequence[LiveRecord]) -> npt.NDArray[np.bool_]:
         """Which of ``records`` have their weights in a slot, or being copied to one."""
         copies, numbers = self._copies, self._numbers

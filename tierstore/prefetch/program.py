@@ -237,6 +237,14 @@ class PassProgram(ABC):
             if len(wanted.experts) and prefetch(wanted) < len(wanted.experts):
                 return
 
+    def stepped_again(self, access: Access) -> Speculation:
+        """Of the experts that ``access`` steps, those that the layer's forward pass in the next step is expected to
+        request.
+        """
+        stepped = access.experts[access.actions & Action.STEP != 0]
+        experts = np.intersect1d(stepped, self._expected(access.layer))
+        return Speculation(Phase.FORWARD, access.layer, experts, _weights(experts), later=1)
+
     @property
     @abstractmethod
     def trains(self) -> bool:

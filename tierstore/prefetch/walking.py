@@ -2,8 +2,9 @@
 
 That is the host cache, the slots of a device (``DeviceCache``), or mapped files (``MappedRecords``). Weights that a slot or
 a mapped file has are not read. While the experts of one group are computed, the next ones are copied to the device, then
-those of coming passes, and the following groups and passes are read. Every action is queued on the engine behind those that
-it needs, so this code waits only for weights that a layer is about to use.
+those of coming passes, and the following groups and passes are read. If slots fit all experts, a stepped expert is copied
+again behind its step, however far its next pass is. Every action is queued on the engine behind those that it needs, so this
+code waits only for weights that a layer is about to use.
 """
 
 from __future__ import annotations
@@ -116,6 +117,10 @@ class AccessWalk:
                 if last:
                     self._coming.clear()
                     self._program.speculate(access, self._prefetch, self._cancel)
+                    if self.slots.fits_all and access.phase is Phase.BACKWARD and access.ahead:
+                        # No other expert needs their slots until then, so their copies need not wait for the lookahead.
+                        again = self._program.stepped_again(access)
+                        self._coming.append((again, list(range(len(again.experts)))))
                 if access.phase is Phase.FORWARD and bring_up is not None:
                     for unit in units:
                         bring_up(access, unit, records[unit])
