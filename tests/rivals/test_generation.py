@@ -16,8 +16,6 @@ from served_stores import store_of
 
 from tierstore.errors import CapabilityError, ConfigError
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 
 def workload(batch: int = 2) -> Workload:
     return Workload(batch=batch, prompt_tokens=4, new_tokens=3, vocabulary=50)

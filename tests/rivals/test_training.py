@@ -34,8 +34,6 @@ from tierstore.train.config import ScheduleConfig, TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 SIZES: dict[str, Any] = {"d_model": 16, "n_heads": 2, "n_layers": 2, "seq_len": 16, "d_ff": 32, "experts": 4}
 
 

@@ -17,8 +17,6 @@ import openai
 import pytest
 from served_stores import make_tiny_store
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 PATIENCE_S = 120
 PROMPTS = ("two experts", "in the store", "a")
 OPTIONS = ("--host-budget", "256KiB", "--batch-invariant", "--set", "threads=1")

@@ -23,8 +23,6 @@ from tierstore.parallel.layout import layout_of
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 #: Agents take a silent one for dead after 2 x 2 seconds, and wait a second for others; by default 15 and 30.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=2,last_call_timeout=1"
 _WAIT_S = 120.0

@@ -23,8 +23,6 @@ from tierstore.train.report import step_rows
 from tierstore.train.session import open_session
 from tierstore.train.step_time import StepTime, StepTimer, Stolen, ThreadTimes, stolen_while_running
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 CALLER, WORKER, ENGINE, AUTOGRAD = 11, 12, 13, 14
 NAMES = {CALLER: "python", WORKER: "python", ENGINE: "tierstore-work", AUTOGRAD: "pt_autograd_0"}
 

@@ -15,8 +15,6 @@ from tierstore.capabilities import require_package
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.train.tokens.tokenizing import DocumentTokenizer, tokenizer_digest
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 
 def test_what_stands_around_a_text(tmp_path: Path, tokenizer: Path) -> None:
     plain = DocumentTokenizer(tokenizer)
