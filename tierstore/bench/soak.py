@@ -88,13 +88,6 @@ def stored_bytes(shape: SoakShape) -> int:
     return extents + index_bytes(shape.records, shape.retain)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    error: str
-    text: str
-    wrong_bytes: int = 0
-
-
 class MessageReader:
     """Messages of a worker as they arrive; a message cut off by its death is dropped."""
 
@@ -104,11 +97,10 @@ class MessageReader:
         self._pipe, self._stdin = process.stdout, process.stdin
         self._buffer = b""
 
-    def next(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message, ``{"say": "ended"}`` after the last; None if none arrives in time. Without a time, waits."""
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message, ``{"say": "ended"}`` after the last; None if none arrives in time."""
         while b"\n" not in self._buffer:
-            wait = None if timeout_s is None else max(timeout_s, 0.0)
-            if not select.select([self._pipe], [], [], wait)[0]:
+            if not select.select([self._pipe], [], [], max(timeout_s, 0.0))[0]:
                 return None
             data = os.read(self._pipe.fileno(), 1 << 16)
             if not data:
@@ -141,7 +133,8 @@ class _Soak:
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
         self._kills = self._later = 0
-        self._failure: _Failure | None = None
+        self._failures: list[str] = []
+        self._wrong_bytes = 0
         self._interrupted = False
         self._start_s: float | None = None
         self._next_report_s = 0.0
@@ -155,7 +148,7 @@ class _Soak:
         life, killed = 0, True
         # A kill is never the end: the next life examines what it left.
         while killed or (
-            self._elapsed_s < self._bench.seconds and not self._failure and not self._interrupted
+            self._elapsed_s < self._bench.seconds and not self._failures and not self._interrupted
         ):
             killed = self._live(life)
             if killed and self._bench.between_lives is not None:
@@ -228,34 +221,39 @@ class _Soak:
     def _kill(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
         process.kill()
         self._kills += 1
-        while (message := reader.next(None)) is None or message["say"] != "ended":
-            if message is not None:
-                self._receive(message)
+        self._drain(reader, math.inf)
         return True
 
     def _stop(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
         """Let the last life read everything once more and close the store."""
         assert process.stdin is not None
         process.stdin.close()
-        deadline = time.monotonic() + _PATIENCE_S
+        if self._drain(reader, _PATIENCE_S):
+            return self._ended(process)
+        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s after its pipe was closed")
+        return False
+
+    def _drain(self, reader: MessageReader, patience_s: float) -> bool:
+        """Receive what the worker still says; returns whether it ended in time."""
+        deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             message = reader.next(_REPORT_S)
             if message is not None and message["say"] == "ended":
-                return self._ended(process)
+                return True
             if message is not None:
                 self._receive(message)
-        self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s after its pipe was closed")
         return False
 
     def _ended(self, process: subprocess.Popen[bytes]) -> bool:
         status = process.wait()
-        if status and self._failure is None:
+        if status and not self._failures:
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
             self._fail("Died", f"the worker {how} by itself")
         return False
 
     def _fail(self, error: str, text: str, wrong: int = 0) -> None:
-        self._failure = self._failure or _Failure(error, text, wrong)
+        if not self._failures:
+            self._failures, self._wrong_bytes = [f"{error}: {text}"], wrong
 
     # Its messages -------------------------------------------------------------------------------------------
 
@@ -312,10 +310,10 @@ class _Soak:
     # The end ------------------------------------------------------------------------------------------------
 
     def _result(self, lives: int) -> dict[str, Any]:
-        shape, counts, failure = self._bench.shape, self._counts, self._failure
+        shape, counts = self._bench.shape, self._counts
         refused = {n.removeprefix("refused: "): c for n, c in counts.items() if n.startswith("refused")}
         trends = self._trends()
-        failures = [f"{failure.error}: {failure.text}"] if failure else []
+        failures = list(self._failures)
         if not (failures or self._interrupted or counts["fetch"]):
             failures.append("nothing was fetched in this time; choose a longer one")
         failures += [f"{name} grows" for name, trend in trends.items() if trend["grows"]]
@@ -335,7 +333,7 @@ class _Soak:
                 f"{name}_bytes": counts[f"{name}_bytes"]
                 for name in ("read", "written", "verified", "audited")
             },
-            "wrong_bytes": failure.wrong_bytes if failure else 0,
+            "wrong_bytes": self._wrong_bytes,
             "lives_count": lives,
             "kills_count": self._kills,
             "commits_found_unacknowledged_count": self._later,
