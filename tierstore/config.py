@@ -40,17 +40,7 @@ from typing import Any, TypeVar
 from tierstore.errors import ConfigError
 from tierstore.units import parse_size
 
-__all__ = [
-    "FieldInfo",
-    "as_dict",
-    "check_least",
-    "check_positive",
-    "choose_member",
-    "dotted_fields",
-    "dump",
-    "from_dict",
-    "load",
-]
+__all__ = ["FieldInfo", "as_dict", "dotted_fields", "dump", "from_dict", "load"]
 
 T = TypeVar("T")
 

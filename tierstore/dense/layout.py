@@ -117,6 +117,11 @@ class UnitLayout:
         return not self.regions
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters (tensors)."""
+        return sum(len(region.spans) for region in self.regions)
+
+    @property
     def slice_numel(self) -> int:
         """Elements of one rank's slices."""
         return sum(region.slice_numel for region in self.regions)

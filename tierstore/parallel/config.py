@@ -122,7 +122,7 @@ class ParallelConfig:
 
     def chunks_cap(self, *, experts: int, sharing: int) -> int:
         """The most chunks that a pass over ``experts`` of a layer, spread over ``sharing`` ranks, may have: 1 if no rows
-        travel, the fewest experts of any rank, or so many parts of them if the configuration divides experts.
+        travel, else the fewest experts of any rank, times ``MOST_PARTS`` if the configuration divides experts.
         """
         if sharing == 1:
             return 1

@@ -39,17 +39,10 @@ from tierstore.units import format_bytes, format_seconds
 
 
 class Exchange(Protocol):
-    """An all-to-all of rows over an expert group."""
+    """An all-to-all of rows over an expert group. ``rank``: this rank's number there; ``groups``: those it sends over."""
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        ...
-
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """The groups that it sends over."""
-        ...
+    rank: int
+    groups: tuple[RankGroup, ...]
 
     def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
         """``rows_SS[s, d]`` rows (int64, on the host, the same on all ranks) go from rank s to rank d: ``in_rows`` by
@@ -63,14 +56,8 @@ class FlatExchange:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        return (self._group,)
+        self.rank = group.rank
+        self.groups: tuple[RankGroup, ...] = (group,)
 
     def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
         came, go = rows_SS[:, self.rank].tolist(), rows_SS[self.rank].tolist()
@@ -83,16 +70,10 @@ class HierarchicalExchange:
     def __init__(self, neighbours: RankGroup, rail: RankGroup) -> None:
         self._neighbours, self._rail = neighbours, rail
         self._places, self._nodes = neighbours.size, rail.size
+        self.rank = rail.rank * neighbours.size + neighbours.rank
+        self.groups: tuple[RankGroup, ...] = (neighbours, rail)
         #: Exchanges whose second step has not been issued, oldest first.
         self._first_steps: deque[_TwoSteps] = deque()
-
-    @property
-    def rank(self) -> int:
-        return self._rail.rank * self._places + self._neighbours.rank
-
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        return (self._neighbours, self._rail)
 
     def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
         node, place = self._rail.rank, self._neighbours.rank
@@ -128,7 +109,7 @@ class HierarchicalExchange:
         self._issue_ready()
 
     def _issue_ready(self) -> None:
-        while self._first_steps and self._first_steps[0].first_done():
+        while self._first_steps and self._first_steps[0].first.done():
             self._first_steps[0].issue_second()
             self._first_steps.popleft()
 
@@ -138,14 +119,11 @@ class _TwoSteps(Work):
 
     def __init__(self, first: Work, start: Callable[[], Work], through: Callable[[_TwoSteps], None]) -> None:
         super().__init__(first)
-        self._first, self._start, self._through = first, start, through
+        self.first, self._start, self._through = first, start, through
         self.second: Work | None = None
 
-    def first_done(self) -> bool:
-        return self._first.done()
-
     def issue_second(self) -> None:
-        self._first.wait()
+        self.first.wait()
         self.second = self._start()
         del self._start  # with the rows that it holds
 
@@ -167,14 +145,8 @@ class SizedExchange:
     def __init__(self, flat: FlatExchange, hierarchical: HierarchicalExchange, below_bytes: float) -> None:
         self._flat, self._hierarchical = flat, hierarchical
         self._below_bytes = below_bytes
-
-    @property
-    def rank(self) -> int:
-        return self._flat.rank
-
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        return (*self._flat.groups, *self._hierarchical.groups)
+        self.rank = flat.rank
+        self.groups: tuple[RankGroup, ...] = (*flat.groups, *hierarchical.groups)
 
     def all_to_all(self, out_rows: Tensor, in_rows: Tensor, rows_SS: Tensor) -> Work:
         width = in_rows.shape[1:].numel() * in_rows.element_size()

@@ -255,7 +255,7 @@ def commit_everywhere(store: StoreCore, mesh: Mesh, state: Mapping[str, bytes], 
 
 
 class _StoppedError(Exception):
-    """Ends the work of a rank after one was told to stop."""
+    """Ends the work of all ranks because one of them has to stop."""
 
 
 def work_apart(
