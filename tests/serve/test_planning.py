@@ -23,7 +23,9 @@ from tierstore.links import LinkConfig, LinksConfig
 from tierstore.machine_profile import ASSUMED, Cost, Evidence
 from tierstore.quant.layout import CodeFormat
 from tierstore.serve.config import ServeConfig
+from tierstore.serve.footprint import batch_bytes, dense_parameter_bytes
 from tierstore.serve.planning import ServedWork, plan_serving
+from tierstore.tiers.slots import DeviceKind
 
 TOP_K = 2
 #: One byte or operation a second, but for the disk's four bytes.
@@ -82,6 +84,35 @@ def test_the_context_is_what_the_model_allows(spec: HfSpec) -> None:
     for work in (ServedWork(context=129), ServedWork(prompt_tokens=129)):
         with refuses(ConfigError, 128, "got 129"):
             plan_serving(spec, work, ASSUMED)
+
+
+def test_a_device_by_hand(spec: HfSpec) -> None:
+    """Ten of 16 experts have a slot; eight of them are in the host cache. Nothing reads weights from memory to compute."""
+    model = spec.architecture
+    slot = -(-4 * model.expert_numel // 4096) * 4096
+    beside = dense_parameter_bytes(spec) + batch_bytes(spec, 1, 10)
+    # Of the memory a tenth is kept free; one byte less, and nine slots fit.
+    for free, slots in ((10 * slot, 10), (10 * slot - 1, 9)):
+        memory = next(
+            size for size in range(beside + free, 2 * (beside + free)) if size - size // 10 == beside + free
+        )
+        profile = replace(SLOW, disk_read=Cost(0.0, 1e9), copy=Cost(3.0, 0.5))
+        work = ServedWork(prompt_tokens=2, context=10)
+        (one,) = plan_serving(
+            spec, work, profile, budgets=[8 * slot], device=DeviceKind.CUDA, device_memory=memory
+        ).budgets
+        assert (one.slots_count, one.experts_ratio, one.memory_bytes) == (slots, 0.5, 8 * slot + 1000)
+        # One token requests two experts of each layer.
+        copied = 4 * (16 - slots) / 16
+        decode = one.decode
+        assert (decode.asked_count, decode.copied_count, decode.missed_count) == (4, copied, copied / 2)
+        copies_s = copied * (3.0 + 2 * 4 * model.expert_numel)
+        assert one.decode.pass_s == pytest.approx(2 * model.dense + copies_s)
+
+
+def test_a_device_that_is_too_small_is_refused(spec: HfSpec) -> None:
+    with refuses(BudgetError, "--device-memory: 100000 bytes", "--context"):
+        plan_serving(spec, ServedWork(), ASSUMED, device=DeviceKind.CUDA, device_memory=100_000)
 
 
 def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
@@ -173,6 +204,8 @@ def test_a_plan_by_the_runs_own_trace_has_its_counts(
         assert total("missed_count") == live.misses
         assert total("asked_count") == live.hits + live.misses
         assert total("read_bytes") == live.read_bytes
+        # Every request of the host cache fills a slot; in place nothing is copied.
+        assert total("copied_count") == (0 if made["slots_count"] == 0 else live.hits + live.misses)
 
 
 def test_a_trace_of_another_model_is_refused(store: Path, spec: HfSpec, tmp_path: Path) -> None:

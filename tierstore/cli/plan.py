@@ -363,7 +363,17 @@ def _show_serving(
     budgets = [parse_size(part, name="--budgets") for part in question.budgets.split(",") if part]
     if not budgets and "host_budget" in overrides:
         budgets = [served.host_budget]
-    made = plan_serving(spec, work, costs, budgets=budgets, config=served, device=device, stored=stored)
+    made = plan_serving(
+        spec,
+        work,
+        costs,
+        budgets=budgets,
+        config=served,
+        device=device,
+        device_memory=question.device_memory,
+        stored=stored,
+    )
+    copied = any(one.slots_count for one in made.budgets)
     routing = "even routing (no --trace)" if question.trace is None else f"the passes of {question.trace}"
     rows = [
         (
@@ -372,6 +382,7 @@ def _show_serving(
             format_bytes(one.memory_bytes),
             *_pass_cells(one.prefill),
             *_pass_cells(one.decode),
+            *((str(one.slots_count), f"{one.decode.copied_count:.1f}") if copied else ()),
             format_seconds(one.decode.pass_s),
         )
         for one in made.budgets
@@ -381,7 +392,9 @@ def _show_serving(
         f"({made.evidence.value}: {made.machine})",
         (
             *("host budget", "experts", "memory", "prefill tokens/s", "missed", "read per prefill"),
-            *("decode tokens/s", "missed", "read per step", "step"),
+            *("decode tokens/s", "missed", "read per step"),
+            *(("device slots", "copied per step") if copied else ()),
+            "step",
         ),
         rows,
     )

@@ -3,14 +3,15 @@
 For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as in a server (``served_budgets``).
 The bytes read come from a trace (``tierstore generate --record-trace``), replayed through the residency core with the frames
 left for the cache: with the budget and the settings of the recorded run, the counts are those of the run. Without a trace,
-even routing is assumed: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer, of which the share that
-the cache holds is in memory.
+even routing is assumed: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer. Those that no slot of
+the device holds are copied to it, from the host cache if that holds them, else from disk. With a trace, the experts copied
+are those that the recorded run requested of its host cache.
 
-Time: a layer's experts that are in memory are computed while the others are read, so a pass takes
+Time: a layer's experts that are ready are computed while others are copied and read, so a pass takes
 
-    dense_s + layers x max(compute_s of its experts, read_s of those that are missing)
+    dense_s + layers x max(compute_s of its experts, copy_s of those that no slot holds, read_s of those that are missing)
 
-Computing takes the longer of its floating point operations and of reading its weights from memory once.
+Computing takes as long as its floating point operations; on a CPU at least as long as reading its weights from memory once.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierstore.accelerator import device_reserve
 from tierstore.cache.frames import frames_of
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
-from tierstore.machine_profile import Evidence, Profile, over_link
+from tierstore.machine_profile import Cost, Evidence, Profile, over_link
 from tierstore.model.store_schema import expert_record, expert_weight_bytes, quantized_layout
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import (
+    ServedBudgets,
     ServedRecords,
     batch_bytes,
+    copies_weights,
     dense_parameter_bytes,
     full_budget,
     served_budgets,
@@ -43,6 +47,7 @@ from tierstore.store.opening import cache_frames
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import read_header
 from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
+from tierstore.units import format_bytes
 
 if TYPE_CHECKING:  # it imports torch
     from tierstore.serve.opening import ServedStore
@@ -71,7 +76,7 @@ class ServedWork:
                 raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def of(self, spec: HfSpec) -> ServedWork:
-        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less."""
+        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
         most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
         for name in ("prompt_tokens", "context"):
             if getattr(self, name) > most:
@@ -83,12 +88,14 @@ class ServedWork:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """A forward pass: experts that it requests over all layers, those that are not in memory, bytes read, and time.
-    ``passes_count``: number of recorded passes of which this is the mean (0: none was recorded).
+    """A forward pass: experts that it requests over all layers (of a trace: of the host cache), those that are copied to the
+    device, those that are not in memory, bytes read, and time. ``passes_count``: number of recorded passes of which this is
+    the mean (0: none was recorded).
     """
 
     passes_count: int
     asked_count: float
+    copied_count: float
     missed_count: float
     read_bytes: float
     pass_s: float
@@ -97,10 +104,13 @@ class PassPlan:
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """The plan of one expert budget. ``memory_bytes``: of the whole process. ``prefill``: None if a trace has no prefill."""
+    """The plan of one expert budget. ``slots_count``: experts that the device holds (0: a CPU computes with them in the host
+    cache). ``memory_bytes``: of the whole process. ``prefill``: None if a trace has no prefill.
+    """
 
     host_budget_bytes: int
     experts_ratio: float
+    slots_count: int
     memory_bytes: int
     prefill: PassPlan | None
     decode: PassPlan
@@ -133,8 +143,8 @@ class _Cache:
     expert_frames: int
 
 
-#: The number of passes, and the means of experts requested, experts missed, and bytes read.
-_Counts = tuple[int, float, float, float]
+#: The number of passes, and the means of experts requested, copied and missed, and bytes read.
+_Counts = tuple[int, float, float, float, float]
 
 
 def plan_serving(
@@ -145,15 +155,19 @@ def plan_serving(
     budgets: Sequence[int] = (),
     config: ServeConfig | None = None,
     device: DeviceKind = DeviceKind.CPU,
+    device_memory: int | None = None,
     stored: ServedStore | None = None,
 ) -> ServingPlan:
     """Plan serving ``spec`` with ``budgets`` (bytes for experts; default: such that the cache holds ``SHARES`` of them all).
 
-    ``config``: how it is served; its budget and batch are not used. ``stored``: its store; without one, experts are frozen.
-    Raises ConfigError, BudgetError (a budget that a server refuses), DataError for a trace of another model.
+    ``config``: how it is served; its budget and batch are not used. ``device_memory``: bytes of an accelerator (None: not
+    known; experts then get a few slots unless ``device_budget`` is set). ``stored``: its store; without it, all are frozen.
+    Raises ConfigError, BudgetError (a budget that a server refuses, a device that is too small), DataError for a trace of
+    another model.
     """
     work, config = work.of(spec), config or ServeConfig()
     profile = replace(profile, disk_read=over_link(profile.disk_read, config.links.disk))
+    link = over_link(profile.copy, config.links.copy)
     if stored is None:
         numel, quantized = spec.expert_shape.numel, quantized_layout(spec)
         experts = expert_record(numel, spec.compute_dtype, Training.FROZEN, quantized=quantized)
@@ -161,8 +175,17 @@ def plan_serving(
     else:
         records = stored.records
 
-    def cache_of(budget: int) -> _Cache:
-        given = served_budgets(replace(config, host_budget=budget), spec, records, device)
+    on_host, copied = device is DeviceKind.CPU, copies_weights(config, device)
+    dense = dense_parameter_bytes(spec)
+    keys_and_values = batch_bytes(spec, work.sequences, work.context)
+    free = None
+    if device_memory is not None and not on_host:
+        free = device_memory - device_reserve(device_memory) - dense - keys_and_values
+
+    def divided(budget: int) -> ServedBudgets:
+        return served_budgets(replace(config, host_budget=budget), spec, records, device, free=free)
+
+    def cache_of(given: ServedBudgets) -> _Cache:
         frames, frame = cache_frames(given.cache - records.scratch, records.schemas, StoreAccess.READ)
         each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
         return _Cache(frames, min(given.lookahead // frame, frames), each)
@@ -170,28 +193,36 @@ def plan_serving(
     count = spec.experts * len(spec.moe_layers)
     if not budgets:
         budgets = [full_budget(config, spec, records, device, share=share) for share in SHARES]
-    dense = dense_parameter_bytes(spec)
-    keys_and_values = batch_bytes(spec, work.sequences, work.context)
     made = []
     for budget in budgets:
         try:
-            cache = cache_of(budget)
+            given = divided(budget)
+            cache = cache_of(given)
         except BudgetError as error:
             raise BudgetError(f"--budgets: {error}") from error
+        held = given.slots.nbytes + (0 if given.pairs is None else given.pairs.nbytes)
+        if free is not None and held > free:
+            raise BudgetError(
+                f"--device-memory: {device_memory} bytes cannot hold {format_bytes(held)} of experts beside "
+                f"{format_bytes(dense)} of dense parameters, {format_bytes(keys_and_values)} of keys and values and a "
+                "reserve of a tenth; lower device_budget, --batch or --context"
+            )
         share = min(cache.frames // cache.expert_frames / count, 1.0)
+        slots = min(given.slots.weights, count) if copied else 0
         prefill, decode = (
-            _even(spec, work, share)
+            _even(spec, work, share, slots / count if copied else None)
             if work.trace is None
-            else _replayed(work.trace, cache, sequences=work.sequences, spec=spec)
+            else _replayed(work.trace, cache, sequences=work.sequences, spec=spec, copied=copied)
         )
         prompt = work.sequences * work.prompt_tokens
         made.append(
             BudgetPlan(
                 budget,
                 share,
-                budget + dense + keys_and_values + profile.process_bytes,
-                None if prefill is None else _timed(spec, prefill, prompt, profile),
-                _timed(spec, decode, work.sequences, profile),
+                slots,
+                budget + (dense + keys_and_values if on_host else 0) + profile.process_bytes,
+                None if prefill is None else _timed(spec, prefill, prompt, profile, link, device),
+                _timed(spec, decode, work.sequences, profile, link, device),
             )
         )
     evidence = Evidence.ASSUMED if work.trace is None else Evidence.FORMULA
@@ -208,20 +239,26 @@ def plan_serving(
     )
 
 
-def _even(spec: HfSpec, work: ServedWork, held: float) -> tuple[_Counts, _Counts]:
+def _even(spec: HfSpec, work: ServedWork, held: float, in_slots: float | None) -> tuple[_Counts, _Counts]:
+    """The prefill and decode pass. ``held``, ``in_slots``: shares of all experts that the host cache and the device's slots
+    hold (None: nothing is copied).
+    """
     model, each = spec.architecture, expert_weight_bytes(spec)
 
     def one(tokens: int) -> _Counts:
         asked = len(model.moe_layers) * distinct_experts(model.experts, model.top_k, tokens)
-        missed = asked * (1.0 - held)
-        return 0, asked, missed, missed * each
+        copied = 0.0 if in_slots is None else asked * (1.0 - in_slots)
+        missed = (asked if in_slots is None else copied) * (1.0 - held)
+        return 0, asked, copied, missed, missed * each
 
     return one(work.sequences * work.prompt_tokens), one(work.sequences)
 
 
-def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tuple[_Counts | None, _Counts]:
+def _replayed(
+    trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec, copied: bool
+) -> tuple[_Counts | None, _Counts]:
     """The mean prefill and decode pass of ``trace`` with ``cache``: a pass that requests more records than ``sequences``
-    tokens can choose is a prefill.
+    tokens can choose is a prefill. ``copied``: whether what is requested of the cache is copied to a device.
 
     Raises DataError, BudgetError (an access needs a larger cache), OSError.
     """
@@ -249,26 +286,28 @@ def _replayed(trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec) -> tu
         decode = asked == len(table)  # with a ring every pass requests whole layers
     if not decode.any():
         raise DataError(f"{trace}: has no decode pass of {sequences} sequences")
-    return None if decode.all() else _mean(counts[~decode]), _mean(counts[decode])
+    return None if decode.all() else _mean(counts[~decode], copied), _mean(counts[decode], copied)
 
 
-def _mean(counts: np.ndarray[Any, np.dtype[np.int64]]) -> _Counts:
+def _mean(counts: np.ndarray[Any, np.dtype[np.int64]], copied: bool) -> _Counts:
     hits, misses, read = (float(counts[:, column].mean()) for column in (_HITS, _MISSES, _READ))
-    return len(counts), hits + misses, misses, read
+    return len(counts), hits + misses, hits + misses if copied else 0.0, misses, read
 
 
-def _timed(spec: HfSpec, counts: _Counts, tokens: int, profile: Profile) -> PassPlan:
-    passes, asked, missed, read_bytes = counts
+def _timed(
+    spec: HfSpec, counts: _Counts, tokens: int, profile: Profile, link: Cost, device: DeviceKind
+) -> PassPlan:
+    """``link``: the cost of copies to the device."""
+    passes, asked, copied, missed, read_bytes = counts
     model, width = spec.architecture, spec.compute_dtype.itemsize
     layers, expert_bytes = len(model.moe_layers), expert_weight_bytes(spec)
-    dense_s = max(
-        profile.dense_flops.seconds(2.0 * model.dense * tokens), model.dense * width / profile.copy.per_s
-    )
-    compute_s = max(
-        2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s,
-        asked / layers * expert_bytes / profile.copy.per_s,
-    )
+    dense_s = profile.dense_flops.seconds(2.0 * model.dense * tokens)
+    compute_s = 2.0 * model.expert_numel * model.top_k * tokens / profile.expert_flops.per_s
+    if device is DeviceKind.CPU:
+        dense_s = max(dense_s, model.dense * width / profile.copy.per_s)
+        compute_s = max(compute_s, asked / layers * expert_bytes / profile.copy.per_s)
+    copy_s = copied / layers * link.seconds(expert_bytes)
     reads = read_bytes / layers / expert_bytes  # ahead or on demand, each with a latency
     read_s = reads * profile.disk_read.seconds(expert_bytes)
-    seconds = dense_s + layers * max(compute_s, read_s)
-    return PassPlan(passes, asked, missed, read_bytes, seconds, tokens / seconds)
+    seconds = dense_s + layers * max(compute_s, copy_s, read_s)
+    return PassPlan(passes, asked, copied, missed, read_bytes, seconds, tokens / seconds)
