@@ -76,7 +76,7 @@ class ServedWork:
                 raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
     def of(self, spec: HfSpec) -> ServedWork:
-        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less."""
+        """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
         most = cached_positions(spec.config) or max(_CONTEXT, self.context, self.prompt_tokens)
         for name in ("prompt_tokens", "context"):
             if getattr(self, name) > most:
