@@ -200,7 +200,9 @@ class SleepingExperts:
 
 
 def options(description: str | None, **defaults: Any) -> argparse.Namespace:
-    """The options of an experiment: ``--name`` for each of ``defaults``, of its type; several values for a tuple."""
+    """The options of an experiment: ``--name`` for each of ``defaults``, of its type; several values for a tuple, none for
+    False.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,6 +210,9 @@ def options(description: str | None, **defaults: Any) -> argparse.Namespace:
         kind = type(default[0]) if isinstance(default, tuple) else str if default is None else type(default)
         several = "+" if isinstance(default, tuple) else None
         flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+            continue
         parser.add_argument(flag, type=kind, nargs=several, default=default, help=f"default: {default}")
     return parser.parse_args()
 

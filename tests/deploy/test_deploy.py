@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -198,8 +199,14 @@ def test_what_distillation_recovered_worked_by_hand() -> None:
 def test_one_segment_is_checked(store: Path, tmp_path: Path) -> None:
     done = called(store, "--to", tmp_path / "d", "--segments=0,1", "--until=segmentation", "--json")
     assert done.exception is None, done.output
-    figures = json.loads(done.stdout.splitlines()[-1])["stages"][3]["figures"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    figures = found["stages"][3]["figures"]
     assert [(each["first"], each["last"]) for each in figures["segments"]] == [(0, 0), (1, 1)]
+    # The export is announced, then the import if it will hold more; the end compares the most.
+    announced = re.findall(r"^memory: (.*?): ", done.stderr, re.M)
+    assert len(announced) in (1, 2)
+    assert f"memory: {announced[-1]} announced" in done.stderr
+    assert found["memory"]["announced_bytes"] > found["memory"]["parts"][0]["held_bytes"] > 0
     shown = called("--show", tmp_path / "d")
     assert shown.exception is None, shown.output
     assert "segmentation" in shown.stdout

@@ -31,7 +31,7 @@ SMALLEST = {
     "embedding": "--ranks 2 --vocab 9000 --d-model 128 --tokens 16 --small-tokens 128 --rounds 1 --steps 1",
     "exchange": f"{_NODES} --network process",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
-    "memory": "--width 32 --layers 2 --experts 4 --steps 2 --cases train train-layer-order generate generate-8",
+    "memory": "--width 32 --layers 2 --experts 4 --steps 2 --runs train train-layer-order generate-long verify",
     "papers": "--tables PipeMoE-6",
     "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
     "pipemoe_solvers": "--cases 50",

@@ -13,6 +13,7 @@ from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.deploy.records import DeployConfig, StageName
 from tierstore.errors import ConfigError
+from tierstore.machine import MemoryAccount
 from tierstore.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -75,15 +76,26 @@ def deploy(
     from tierstore.deploy.pipeline import deploy as run
 
     config = load(DeployConfig, None, {"store": store, "target": target, **given})
+    most = MemoryAccount({})
+
+    def announced(account: MemoryAccount) -> None:
+        """Print what the process will hold, whenever it is more than before."""
+        nonlocal most
+        if account.nbytes > most.nbytes:
+            most = account
+            output.announce(account)
+
     with Interrupts.install() as interrupts:
         done = run(
             config,
             until=until,
             say=output.line,
             show=output.passing,
+            announced=announced,
             asked_to_stop=lambda: interrupts.requested,
         )
-    _show(output, done.directory, done.records, complete=done.complete)
+    held = output.compare(most) if most.parts else {}
+    _show(output, done.directory, done.records, complete=done.complete, **held)
 
 
 def _show(output: Output, directory: Path, records: tuple[StageRecord, ...], **further: object) -> None:

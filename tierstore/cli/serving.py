@@ -401,7 +401,8 @@ def serve(
         server = ApiServer(service.app(), engine, served.limits, opened=opened)
         asyncio.run(server.serve([bound]))
     output.line(f"stopped after {format_seconds(time.monotonic() - begun_s)}")
-    output.emit(_totals(engine, metrics, seconds=time.monotonic() - begun_s))
+    held = output.compare(engine.running.account) if engine.opened else {}
+    output.emit({**_totals(engine, metrics, seconds=time.monotonic() - begun_s), **held})
 
 
 def _totals(engine: ServingEngine, metrics: ServerMetrics, *, seconds: float) -> dict[str, object]:

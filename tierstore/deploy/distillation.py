@@ -14,9 +14,10 @@ their number is not set, of the time.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +34,14 @@ from tierstore.deploy.records import (
     read_json,
     write_json,
 )
-from tierstore.deploy.stages import bytes_on_disk, checked, product_dtype, refrozen
+from tierstore.deploy.stages import bytes_on_disk, checked, exported, imported, product_dtype, refrozen
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
-from tierstore.hf.exporting import export
-from tierstore.hf.importing import ImportOptions, import_model
+from tierstore.hf.importing import ImportOptions
 from tierstore.hf.manifest import ImportProgress, ImportState
 from tierstore.hf.spec import imported_spec
 from tierstore.hf.tiered import open_model
+from tierstore.machine import MemoryAccount
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY
@@ -93,7 +94,7 @@ def _as_it_is(context: StageContext) -> StageOutput:
     windows, store = _windows(context), context.input_store
     figures: dict[str, object] = {"bytes_before": bytes_on_disk(store)}
     if windows is not None:
-        with open_teacher(store, host_budget=context.config.host_budget) as teacher:
+        with _opened(store, context) as teacher:
             figures["teacher_loss"] = held_out_loss(teacher.logits, windows.held)
     return StageOutput(figures=figures)
 
@@ -104,14 +105,13 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
     if not _imported(store):
         if not source.exists():
             plain = made.store or context.input_store
-            with context.passing("export") as progress:
-                export(plain, source, dtype=product_dtype(plain), progress=progress)
+            exported(plain, source, context, product_dtype(plain))
         refrozen(source, store, context, codes=codes)
     shutil.rmtree(source, ignore_errors=True)
     figures = dict(made.figures)
     windows = _windows(context)
     if windows is not None:
-        with open_teacher(store, host_budget=context.config.host_budget) as teacher:
+        with _opened(store, context) as teacher:
             figures["quantized_loss"] = held_out_loss(teacher.logits, windows.held)
         context.say(f"distillation: held-out loss {figures['quantized_loss']:.4f} in {codes.value}")
     figures["bytes_after"] = bytes_on_disk(store)
@@ -122,7 +122,7 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
     config, directory, store = context.config, context.directory, context.directory / _STORE
     windows = _windows(context)
     assert windows is not None  # a configuration that reduces experts names a text
-    with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
+    with _opened(context.input_store, context) as teacher:
         found = _calibrated(context, teacher, windows)
     progress = None
     if not _imported(store):
@@ -133,7 +133,7 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
             _write_student(context, count, found)
         refrozen(source, store, context)
     progress = progress or DistillProgress.read(directory)
-    with open_teacher(store, host_budget=config.host_budget) as student:
+    with _opened(store, context) as student:
         after = held_out_loss(student.logits, windows.held)
     before = after if progress is None else progress.before
     context.say(
@@ -162,25 +162,29 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
 def _distilled(context: StageContext, count: int, found: Calibration, windows: Windows) -> DistillProgress:
     """Writes the checkpoint of the distilled student."""
     config, directory = context.config, context.directory
-    training, exported = directory / _TRAINING, directory / _EXPORTED
-    if exported.exists():
+    training, checkpoint = directory / _TRAINING, directory / _EXPORTED
+    if checkpoint.exists():
         progress = DistillProgress.read(directory)
         if progress is None:
-            raise StoreFormatError(f"{exported}: the progress record of its distillation is missing")
+            raise StoreFormatError(f"{checkpoint}: the progress record of its distillation is missing")
         return progress
     if not _imported(training):
         if not (directory / _CHECKPOINT).exists():
             _write_student(context, count, found)
-        with context.passing("import") as show:
-            import_model(
-                directory / _CHECKPOINT, training, ImportOptions(commit_bytes=256 << 20), progress=show
-            )
+        imported(directory / _CHECKPOINT, training, context, ImportOptions())
     shutil.rmtree(directory / _CHECKPOINT, ignore_errors=True)
     with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
         progress = _distil(context, training, teacher, windows)
-    with context.passing("export") as show:
-        export(training, exported, dtype=product_dtype(training), progress=show)
+    exported(training, checkpoint, context, product_dtype(training))
     return progress
+
+
+@contextlib.contextmanager
+def _opened(store: Path, context: StageContext) -> Iterator[Teacher]:
+    """The model of ``store``, for the held-out loss."""
+    with open_teacher(store, host_budget=context.config.host_budget) as opened:
+        context.announced(opened.account(_JUDGED_ROWS, context.config.distillation.length))
+        yield opened
 
 
 def recovered_fraction(teacher: float, before: float, after: float) -> float | None:
@@ -298,6 +302,11 @@ def _distil(context: StageContext, store: Path, teacher: Teacher, windows: Windo
     settings = {"adamw.weight_decay": 0.0, "threads": context.config.threads, "device": "cpu"}
     with open_model(store, host_budget=context.config.host_budget, settings=settings) as tiered:
         model = tiered.model
+        parts = dict(tiered.account(config.rows, config.length).parts)
+        for part, nbytes in teacher.account(config.rows, config.length).parts.items():
+            if part in ("experts", "activations"):
+                parts[f"the teacher's {part}"] = nbytes
+        context.announced(MemoryAccount(parts))
         if progress is None:
             model.eval()
             progress = DistillProgress(

@@ -30,7 +30,7 @@ from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.deploy.teacher import open_teacher
 from tierstore.errors import StoreError, TierstoreError
 from tierstore.hf.manifest import Manifest
-from tierstore.machine import cores
+from tierstore.machine import MemoryAccount, cores
 from tierstore.parallel import ParallelConfig, launch
 from tierstore.parallel.layout import local_environments
 from tierstore.prefetch.predictor import PredictorName
@@ -67,6 +67,7 @@ def convert(context: StageContext, *, compile_graph: Callable[..., Any] | None =
             notes=(_NO_STATIC_GRAPH, f"dense segments stay eager: {why}"),
         )
     with open_teacher(store, host_budget=config.host_budget, threads=config.threads) as teacher:
+        context.announced(teacher.account(1, _PROBED_TOKENS))
         generator = torch.Generator().manual_seed(0)
         tokens_BT = torch.randint(0, teacher.parts.spec.vocab_size, (1, _PROBED_TOKENS), generator=generator)
         eager = teacher.logits(tokens_BT).float()
@@ -95,16 +96,23 @@ PROMPT_TOKENS, DECODED_TOKENS, ROUNDS = 64, 16, 3
 _LEAST_BUDGET = 64 << 20
 
 
-def measure(store: Path, settings: Mapping[str, object], ranks: int = 1) -> dict[str, Any]:
+def measure(
+    store: Path,
+    settings: Mapping[str, object],
+    ranks: int = 1,
+    *,
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
+) -> dict[str, Any]:
     """Serves a sequence a rank of the model at ``store`` a few times, with the keys of ``ServeConfig`` in ``settings``;
     returns medians over the rounds. Memory and reads are rank 0's. ``load``: the machine's load average over the minute
     before.
 
-    Several ranks are processes of their own on this machine. Raises StoreError, BudgetError, OSError.
+    Several ranks are processes of their own on this machine; for one, ``announced`` receives what this process will hold.
+    Raises StoreError, BudgetError, OSError.
     """
     gc.collect()  # frees models of earlier stages, which are in reference cycles: their memory must not count here
     if ranks == 1:
-        return _measure(store, settings)
+        return _measure(store, settings, announced)
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload([__name__])
     # Each rank waits for all, so each gets a process of its own.
@@ -124,7 +132,11 @@ def _as_rank(store: Path, settings: Mapping[str, object], environ: Mapping[str, 
         raise StoreError(f"{store}: rank {environ['RANK']} of {ranks}: {error}") from None
 
 
-def _measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
+def _measure(
+    store: Path,
+    settings: Mapping[str, object],
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
+) -> dict[str, Any]:
     """The figures of ``measure``; nothing on ranks other than 0."""
     context = PROMPT_TOKENS + DECODED_TOKENS + 1
     beside = {"store": store, "device": "cpu", "batch.sequences": 1, "batch.context": context}
@@ -133,6 +145,7 @@ def _measure(store: Path, settings: Mapping[str, object]) -> dict[str, Any]:
         open_served(load(ServeConfig, None, {**beside, **settings}), mesh) as parts,
     ):
         runner = open_runner(parts)
+        announced(parts.account(runner.model.context))
         if mesh.world.rank:
             runner.follow()
             return {}
@@ -189,7 +202,7 @@ def optimise(context: StageContext) -> StageOutput:
                 "host_budget": max(int(placed) + _LEAST_BUDGET, _LEAST_BUDGET),
                 "graphs.compile": _graphs(config).value,
             }
-            profile = measure(store, settings, ranks)
+            profile = measure(store, settings, ranks, announced=context.announced)
             found.append((settings, profile))
             context.say(
                 f"optimisation: threads {threads}, guesses by {predictor.value}: decodes "

@@ -51,6 +51,7 @@ from tierstore.deploy.stages import (
 from tierstore.deploy.teacher import read_windows
 from tierstore.errors import ConfigError, StoreExistsError, StoreMissingError
 from tierstore.hf.spec import stored_spec
+from tierstore.machine import MemoryAccount
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_seconds
@@ -101,14 +102,15 @@ def deploy(
     until: StageName = StageName.DEPLOYMENT,
     say: Callable[[str], None] = lambda text: None,
     show: ShowPass = lambda name: contextlib.nullcontext(lambda done, total: None),
+    announced: Callable[[MemoryAccount], None] = lambda account: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
     stages: Sequence[DeployStage] = STAGES,
 ) -> Deployed:
     """Runs the stages up to ``until``, or all that remain; the last one's output becomes ``config.target``.
 
-    ``show`` shows the progress of each pass over a store. Raises ConfigError, DataError, StoreError, StoreExistsError for a
-    target that exists, StoreInUseError where another process deploys to it, DeployInterrupted, OSError. A target that the
-    same stages have made is left as it is.
+    ``show`` shows the progress of each pass over a store; ``announced`` receives what the process will hold, by part of a
+    stage. Raises ConfigError, DataError, StoreError, StoreExistsError for a target that exists, StoreInUseError where
+    another process deploys to it, DeployInterrupted, OSError. A target that the same stages have made is left as it is.
     """
     target, root = config.target, building_directory(config.target)
     if os.path.lexists(target):
@@ -124,6 +126,7 @@ def deploy(
                 before=tuple(records),
                 say=say,
                 show=show,
+                announced=announced,
                 asked_to_stop=asked_to_stop,
             )
             record, ran = _stage(stage, context)

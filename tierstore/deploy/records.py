@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
 from tierstore.hf.manifest import from_json
+from tierstore.machine import MemoryAccount
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import fsync_directory, write_durably
 
@@ -288,8 +289,9 @@ ShowPass: TypeAlias = Callable[[str], AbstractContextManager[OnProgress]]
 class StageContext:
     """The context of a stage. ``root``: the directory of all stages. ``before``: the completed stages, in order.
 
-    ``say`` prints a line for people, ``show`` the progress of a pass; ``asked_to_stop`` is called in passes and between two
-    durable points.
+    ``say`` prints a line for people, ``show`` the progress of a pass; ``announced`` receives what the process will hold,
+    before each part of a stage that holds more than the store's checks; ``asked_to_stop`` is called in passes and between
+    two durable points.
     """
 
     config: DeployConfig
@@ -298,6 +300,7 @@ class StageContext:
     before: tuple[StageRecord, ...]
     say: Callable[[str], None]
     show: ShowPass
+    announced: Callable[[MemoryAccount], None]
     asked_to_stop: Callable[[], bool]
 
     @property

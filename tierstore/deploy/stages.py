@@ -19,12 +19,12 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
 from tierstore.errors import BudgetError, ChecksumError, ConfigError, StoreFormatError, StoreMissingError
-from tierstore.hf.exporting import export
+from tierstore.hf.exporting import Exported, export
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec, imported_spec, stored_spec
@@ -101,8 +101,7 @@ def fuse(context: StageContext) -> StageOutput:
     before = bytes_on_disk(config.store)
     notes: tuple[str, ...] = ()
     if not checkpoint.exists():
-        with context.passing("export") as progress:
-            notes = export(config.store, checkpoint, dtype=_export_dtype(config), progress=progress).notes
+        notes = exported(config.store, checkpoint, context, _export_dtype(config)).notes
     refrozen(checkpoint, store, context, codes=_codes_of(config))
     checks = checked(store, context)
     shutil.rmtree(checkpoint)
@@ -126,16 +125,31 @@ def fuse(context: StageContext) -> StageOutput:
     )
 
 
+def exported(store: Path, checkpoint: Path, context: StageContext, dtype: ExportDtype | None) -> Exported:
+    """Exports ``store`` to ``checkpoint``, in the type ``dtype`` (None: the export determines it)."""
+    with context.passing("export") as progress:
+        return export(store, checkpoint, dtype=dtype, announced=context.announced, progress=progress)
+
+
+def imported(checkpoint: Path, store: Path, context: StageContext, options: ImportOptions) -> None:
+    """Imports ``checkpoint`` into ``store``, or resumes the import, with commits every 256 MiB: a request to stop waits for
+    the next record.
+    """
+    with context.passing("import") as progress:
+        import_model(
+            checkpoint,
+            store,
+            replace(options, commit_bytes=256 << 20),
+            planned=lambda plan, account: context.announced(account),
+            progress=progress,
+        )
+
+
 def refrozen(
     checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
 ) -> None:
-    """Imports ``checkpoint`` as a frozen ``store``, or resumes the import; a request to stop waits for the next record.
-
-    ``codes``: the quantisation of its experts; None for none.
-    """
-    options = ImportOptions(weights=Weights.FROZEN, codes=codes, commit_bytes=256 << 20)
-    with context.passing("import") as progress:
-        import_model(checkpoint, store, options, progress=progress)
+    """``imported``, as a frozen store. ``codes``: the quantisation of its experts; None for none."""
+    imported(checkpoint, store, context, ImportOptions(weights=Weights.FROZEN, codes=codes))
 
 
 def checked(store: Path, context: StageContext) -> dict[str, object]:

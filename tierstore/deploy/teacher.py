@@ -19,11 +19,13 @@ from torch import Tensor
 
 from tierstore.errors import DataError
 from tierstore.hf.model import HfModel
+from tierstore.machine import MemoryAccount, working_bytes
 from tierstore.moe.seeds import derive_seed
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
+from tierstore.serve.footprint import dense_parameter_bytes
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.train.files import DataConfig, byte_files, text_files
 from tierstore.train.tokens.documents import Chat, documents
@@ -44,6 +46,20 @@ class Teacher:
         self.model.begin_forward()
         logits: Tensor = self.model.module(input_ids=tokens_BT, use_cache=False).logits
         return logits
+
+    def account(self, rows: int, length: int) -> MemoryAccount:
+        """What the process will hold in passes over ``rows`` windows of ``length`` tokens."""
+        spec = self.parts.spec
+        activations = spec.forward_bytes(rows * length)
+        return MemoryAccount(
+            {
+                "experts": self.parts.config.host_budget,
+                "process": self.parts.process,
+                "dense parameters": dense_parameter_bytes(spec),
+                "activations": activations,
+                "working memory": working_bytes(activations),
+            }
+        )
 
 
 @contextlib.contextmanager

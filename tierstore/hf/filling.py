@@ -136,11 +136,13 @@ def ring_size(expert: RecordSchema, budget: int) -> int:
 
 def held_bytes(expert: RecordSchema, jobs: Iterable[Job], budget: int) -> dict[str, int]:
     """What a ``Filler`` of ``jobs`` holds, in bytes by part."""
+    jobs = list(jobs)
     units = [4 * job.layout.slice_numel for job in jobs if isinstance(job, UnitJob)]
+    read = max((job.nbytes for job in jobs), default=0)  # a reader takes no more than a job has
     return {
         "experts": ring_size(expert, budget) * _ExpertBuffers.nbytes(expert),
         "dense parameters": max(units, default=0),
-        "readers": READERS * (WINDOW_BYTES + 4 * _SPLIT_VALUES),
+        "readers": READERS * (min(WINDOW_BYTES, read) + 4 * min(_SPLIT_VALUES, read)),
     }
 
 

@@ -40,12 +40,15 @@ from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.model import HfModel
 from tierstore.hf.spec import stored_spec
 from tierstore.hf.watching import Autocast, PassWatch, StoreMark, guarded
+from tierstore.machine import MemoryAccount
 from tierstore.model.store_schema import STATE_KEY
 from tierstore.parallel import RankEnvironment
 from tierstore.store.disk.home import IDENTITY
 from tierstore.store.reading import read_states
+from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import Track
 from tierstore.train.config import TrainConfig
+from tierstore.train.footprint import fixed_cost
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_parts
 from tierstore.train.setup import Loop, set_deterministic
@@ -159,6 +162,15 @@ class TieredModel:
     def position(self) -> int:
         """Steps that were taken, skipped or abandoned since the import."""
         return self._parts.state.position
+
+    def account(self, rows: int, length: int) -> MemoryAccount:
+        """What the process will hold if a pass has at most ``rows`` sequences of ``length`` tokens."""
+        config = self._parts.config
+        spec = config.spec.vary("seq_len", length) or config.spec
+        config = replace(config, model=spec, data=replace(config.data, batch_size=rows, micro_batches=1))
+        device = DeviceKind.of(self._parts.mesh.device.type)
+        process = self._parts.account.parts["process"]
+        return fixed_cost(config, process, device=device, text=0).account(config, device)
 
     # Steps --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, StoreExistsError
-from tierstore.machine import MemoryAccount, resident_bytes
+from tierstore.machine import MemoryAccount, resident_bytes, working_bytes
 from tierstore.model.config import TieEmbeddings, check_divisible
 from tierstore.model.spec import BuiltInSpec, ModelSpec
 from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
@@ -221,6 +221,7 @@ class _Writer:
                 "reads ahead": ahead_bytes(experts * each, each),
                 "experts, converted": 0 if new == old.expert_schema else new.nbytes,
                 "dense parameters": whole,
+                "working memory": working_bytes(0),
             }
         )
 
