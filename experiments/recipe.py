@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from emulation import OUTPUT, finish, options, start
-from memory import tierstore
+from memory import execute
 
 from tierstore.errors import DataError
 
@@ -36,14 +36,9 @@ def curve(directory: Path, shape: str, seed: int, settings: dict[str, object]) -
         "experts": 4, "seed": seed,
     }  # fmt: skip
     sets = {**settings, **{f"model.{name}": value for name, value in model.items()}}
-    run = tierstore(
-        "train",
-        "--store",
-        str(directory / f"{shape}.{seed}"),
-        "--metrics",
-        str(metrics),
-        *(part for key, value in sets.items() for part in ("--set", f"{key}={value}")),
-    )
+    store = directory / f"{shape}.{seed}"
+    flags = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
+    run = execute(["train", "--store", str(store), "--metrics", str(metrics), *flags], directory)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     held_out = [step["val_loss"] for step in steps if step["val_loss"] is not None] + [run["val_loss"]]
     norms = [step["grad_norm"] for step in steps]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,13 +58,9 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     header, by_policy = trace.header, {}
     for policy in policy_names():
         try:
+            options = header.policy_options if policy == header.policy else {}
             counts = replay_steps(
-                path,
-                policy=policy,
-                policy_options=header.policy_options if policy == header.policy else {},
-                capacity_frames=header.capacity_frames,
-                lookahead_frames=0,
-                layer_quotas=header.layer_quotas,
+                path, replace(header, policy=policy, policy_options=options, lookahead_frames=0)
             )
         except BudgetError:  # a policy that needs more frames than the one that ran
             continue
