@@ -904,6 +904,8 @@ class Engine:
         scales: Sequence[Buffer] = (),
         record_hash: int = 0,
         last_step: int = 0,
+        squares: DoubleTable | None = None,
+        index: int = 0,
         after: Sequence[int] = (),
         priority: Priority = Priority.DEMAND,
     ) -> int:
@@ -918,6 +920,9 @@ class Engine:
         are rounded after each step by a hash of ``record_hash`` (64 bits that name the record), the step's number
         (``last_step`` is the last row's, those above it count back) and the element's index: threads, spans, instruction
         sets and replays give the same bits.
+
+        ``squares[index]`` = the gradient's sum of squares before it is scaled, with the bits of ``sum_of_squares``, from the
+        same read of memory.
         """
 
     def barrier(self, after: Sequence[int] = (), *, priority: Priority = Priority.DEMAND) -> int:

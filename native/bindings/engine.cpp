@@ -106,11 +106,15 @@ void init(Engine* self, IoBackend backend, size_t io_threads, size_t queue_depth
 
 Ticket adamw(Engine& self, const Buffers& weight, const Buffer& exp_avg, const Buffer& exp_avg_sq,
              const Buffer* grad, const Steps& steps, float grad_scale, MomentFormat moments,
-             const Buffers& scales, uint64_t record_hash, uint64_t last_step, const Tickets& after,
-             Priority priority) {
+             const Buffers& scales, uint64_t record_hash, uint64_t last_step, const HeldDoubles* squares,
+             size_t index, const Tickets& after, Priority priority) {
     AdamWRecord record{buffers(weight), exp_avg,     exp_avg_sq, buffers(scales), {},
                        moments,         record_hash, last_step};
     if (grad) record.grad.push_back(*grad);
+    if (squares) {
+        record.squares = squares->ptr;
+        record.squares_index = index;
+    }
     std::vector<AdamWStep> copied;
     for (size_t i = 0; i < steps.shape(0); ++i) {
         const float* s = steps.data() + 7 * i;
@@ -224,7 +228,8 @@ void bind_compute(nb::class_<Engine>& engine) {
             "adamw", adamw, "weight"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a.none(), "steps"_a.noconvert(),
             "grad_scale"_a = 1.0f, nb::kw_only(), "moments"_a = MomentFormat::Fp32,
             "scales"_a = nb::make_tuple(), "record_hash"_a = 0, "last_step"_a = 0,
-            "after"_a = nb::make_tuple(), "priority"_a = Priority::Demand,
+            "squares"_a.none() = nb::none(), "index"_a = 0, "after"_a = nb::make_tuple(),
+            "priority"_a = Priority::Demand,
             R"(AdamW steps over one record in one pass. ``weight`` is [fp32] or [bf16 rounding, int16 remainder].
 
 ``steps`` is [k, 7], copied: lr, beta1, beta2, eps, weight_decay, bias_correction1, sqrt(bias_correction2).
@@ -234,7 +239,10 @@ All but the last step have a zero gradient. ``grad`` is fp32 or bf16, as its siz
 ``scales`` [exp_avg's, exp_avg_sq's], fp32, one for every ``MOMENT_BLOCK`` elements of the record. Narrow moments
 are rounded after each step by a hash of ``record_hash`` (64 bits that name the record), the step's number
 (``last_step`` is the last row's, those above it count back) and the element's index: threads, spans, instruction
-sets and replays give the same bits.)");
+sets and replays give the same bits.
+
+``squares[index]`` = the gradient's sum of squares before it is scaled, with the bits of ``sum_of_squares``, from the
+same read of memory.)");
 }
 
 void bind_waiting(nb::class_<Engine>& engine) {

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -200,34 +202,45 @@ Work accumulate_work(Buffer dst, Buffer src, Dtype src_dtype) {
     };
 }
 
+namespace {
+
+// A sum of squares is made in blocks of a fixed size from the start of the content, added in order: neither where the
+// spans lie nor what runs beside it changes the result.
+constexpr size_t kSquaresBlock = 4096;  // elements
+
+// The sum of squares of the next `n` elements, at most a block, which are passed over. A block of bf16, or that a span
+// divides, is put together first.
+double next_squares(Cursor& at, size_t unit, size_t n) {
+    if (unit == 4 && at.here() >= n * unit) {
+        const double sum = sum_of_squares(at.as<const float>(), n);
+        at.advance(n * unit);
+        return sum;
+    }
+    alignas(64) std::array<float, kSquaresBlock> joined;
+    float* to = joined.data();
+    at.for_each(n * unit, [&to, unit](std::byte* piece, size_t nbytes) {
+        if (unit == 4) {
+            std::memcpy(to, piece, nbytes);
+        } else {
+            widen_bf16(to, reinterpret_cast<const uint16_t*>(piece), nbytes / unit);
+        }
+        to += nbytes / unit;
+    });
+    return sum_of_squares(joined.data(), n);
+}
+
+}  // namespace
+
 Work sum_of_squares_work(Buffer src, Dtype src_dtype, std::shared_ptr<DoubleTable> out, size_t index) {
     const size_t unit = bytes_of(src_dtype);
     require_elements(src, unit, src.nbytes() / unit, "sum_of_squares: src");
     require(index < out->size(), "sum_of_squares: index is outside the table");
     return [src = std::move(src), out = std::move(out), index, unit] {
-        // In blocks of a fixed size from the start of the content, summed in order: where the spans lie must
-        // not change the result. A block of bf16, or that a span divides, is put together first.
-        constexpr size_t kBlock = 4096;  // elements
-        alignas(64) std::array<float, kBlock> joined;
         double sum = 0;
         Cursor at(src);
         for (size_t left = src.nbytes() / unit; left > 0;) {
-            const size_t n = std::min(kBlock, left);
-            if (unit == 4 && at.here() >= n * unit) {
-                sum += sum_of_squares(at.as<const float>(), n);
-                at.advance(n * unit);
-            } else {
-                float* to = joined.data();
-                at.for_each(n * unit, [&to, unit](std::byte* piece, size_t nbytes) {
-                    if (unit == 4) {
-                        std::memcpy(to, piece, nbytes);
-                    } else {
-                        widen_bf16(to, reinterpret_cast<const uint16_t*>(piece), nbytes / unit);
-                    }
-                    to += nbytes / unit;
-                });
-                sum += sum_of_squares(joined.data(), n);
-            }
+            const size_t n = std::min(kSquaresBlock, left);
+            sum += next_squares(at, unit, n);
             left -= n;
         }
         out->store(index, sum);
@@ -256,12 +269,19 @@ struct SectionCursor {
     size_t here() const { return at.here() / bytes * each; }
 };
 
+// The gradient's sum of squares: each block's, and the parts of the record that have yet to add theirs.
+struct Squares {
+    std::vector<double> blocks;
+    std::atomic<size_t> parts_left;
+};
+
 struct AdamWTask {
     AdamWRecord record;
     std::vector<AdamWStep> steps;
     float grad_scale;
     bool split;
     size_t grad_bytes;  // of one element
+    std::unique_ptr<Squares> squares = nullptr;
 
     // weight (or its halves), exp_avg, exp_avg_sq, then the scales and the gradient if there are any.
     std::vector<SectionCursor> sections(size_t begin) const {
@@ -329,8 +349,27 @@ struct AdamWTask {
 
     // Elements from `begin`, which begins a block, to `end`, which ends one or the record.
     void run(size_t begin, size_t end) const {
-        const size_t whole = record.format == MomentFormat::Int8 ? kMomentBlock : 1;
         std::vector<SectionCursor> all = sections(begin);
+        if (!squares) return step_until(all, begin, end);
+        // So few that the gradient is still in the second-level cache when the step reads it.
+        constexpr size_t kRun = 8 * kSquaresBlock;
+        for (size_t at = begin; at < end; at += kRun) {
+            const size_t until = std::min(at + kRun, end);
+            Cursor grad = all.back().at;
+            for (size_t from = at; from < until; from += kSquaresBlock) {
+                const size_t n = std::min(kSquaresBlock, until - from);
+                squares->blocks[from / kSquaresBlock] = next_squares(grad, grad_bytes, n);
+            }
+            step_until(all, at, until);
+        }
+        if (--squares->parts_left > 0) return;
+        double sum = 0;
+        for (const double block : squares->blocks) sum += block;
+        record.squares->store(record.squares_index, sum);
+    }
+
+    void step_until(std::vector<SectionCursor>& all, size_t begin, size_t end) const {
+        const size_t whole = record.format == MomentFormat::Int8 ? kMomentBlock : 1;
         std::vector<std::byte*> data(all.size());
         for (size_t at = begin; at < end;) {
             size_t n = end - at;
@@ -373,15 +412,23 @@ std::vector<Work> adamw_work(AdamWRecord record, std::vector<AdamWStep> steps, f
         if (part.nbytes() == numel * 2) grad_bytes = 2;
         require_elements(part, grad_bytes, numel, "adamw: grad");
     }
+    require(!record.squares || (numel > 0 && record.grad.size() == 1),
+            "adamw: squares: there is no gradient");
+    require(!record.squares || record.squares_index < record.squares->size(),
+            "adamw: index is outside the table");
     // Less than this in a part, elements times steps, and waking another thread costs more than it saves.
     constexpr size_t kPartWork = size_t{1} << 19;
     constexpr size_t kWhole =
         4096;  // parts begin at multiples: neither a cache line nor a block belongs to two
-    static_assert(kWhole % kMomentBlock == 0);
+    static_assert(kWhole % kMomentBlock == 0 && kWhole % kSquaresBlock == 0);
     const size_t parts = std::clamp<size_t>(numel * steps.size() / kPartWork, 1, most_parts);
     const size_t each = round_up((numel + parts - 1) / parts, kWhole);
     const auto task = std::make_shared<AdamWTask>(
         AdamWTask{std::move(record), std::move(steps), grad_scale, split, grad_bytes});
+    if (task->record.squares) {
+        task->squares = std::make_unique<Squares>(
+            std::vector<double>((numel + kSquaresBlock - 1) / kSquaresBlock), (numel + each - 1) / each);
+    }
     std::vector<Work> works;
     for (size_t begin = 0; begin < numel; begin += each) {
         works.push_back([task, begin, end = std::min(begin + each, numel)] { task->run(begin, end); });

@@ -107,6 +107,73 @@ def test_a_sum_of_squares_does_not_depend_on_where_it_lies(
     assert result[3] == 0
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    count=st.sampled_from([1, 15, 4095, 4096, 4097, 40_001, (1 << 20) + 4097]),
+    narrow=st.booleans(),
+    moments=st.sampled_from(list(native.MomentFormat)),
+    missed=st.integers(0, 2),
+    scattered=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_adamw_gives_the_sum_of_squares_of_its_gradient(
+    engine: native.Engine,
+    count: int,
+    narrow: bool,
+    moments: native.MomentFormat,
+    missed: int,
+    scattered: bool,
+    seed: int,
+) -> None:
+    """The bits of ``sum_of_squares`` before the gradient is scaled, and the step's own bits without the sum: also where a
+    large record is cut into parts for several threads, and where spans divide blocks.
+    """
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(count).astype(np.float32) * np.float32(1e-3)
+    gradient = upper_halves(values)[0] if narrow else values
+    dtype = native.Dtype.BF16 if narrow else native.Dtype.FP32
+    int8 = moments is native.MomentFormat.INT8
+    width = {native.MomentFormat.FP32: np.float32, native.MomentFormat.BF16: np.uint16}.get(moments, np.uint8)
+    table = np.array([step(1e-2, i + 1) for i in range(missed + 1)], np.float32)
+    arena = native.Arena(64 << 20)
+    frames = Frames(arena, rng) if scattered else None
+    used = 0
+
+    def buffer(values: np.ndarray) -> native.Buffer:
+        nonlocal used
+        if frames is not None:
+            return frames.buffer(values)
+        room = -(-values.nbytes // 4096) * 4096
+        made = native.Buffer(arena, [(used, room)], values.nbytes)
+        made.copy_from(values.view(np.uint8))
+        used += room
+        return made
+
+    found = []
+    sums = native.DoubleTable(3)
+    for squares in (None, sums):
+        weight = buffer(np.linspace(-1, 1, count, dtype=np.float32))
+        m, v = (buffer(np.zeros(count, width)) for _ in range(2))
+        scales = [buffer(np.zeros(-(-count // native.MOMENT_BLOCK), np.float32)) for _ in range(2 * int8)]
+        grad = buffer(gradient)
+        options = {"moments": moments, "scales": scales, "record_hash": 7, "last_step": 5}
+        engine.wait(engine.adamw([weight], m, v, grad, table, 0.37, squares=squares, index=1, **options))
+        found.append([content(each, np.uint8).tobytes() for each in (weight, m, v, *scales)])
+    engine.wait(engine.sum_of_squares(grad, sums, 2, dtype))
+    _, fused, alone = sums.array()
+    assert fused == alone > 0
+    assert found[0] == found[1]
+
+
+def test_adamw_without_a_gradient_has_no_sum(engine: native.Engine, arena: native.Arena) -> None:
+    weight, m, v = (native.Buffer(arena, [(i * 4096, 4096)], 4096) for i in range(3))
+    table = np.array([step(1e-2, 1)], np.float32)
+    with pytest.raises(ValueError, match="adamw: squares: there is no gradient"):
+        engine.adamw([weight], m, v, None, table, squares=native.DoubleTable(1))
+    with pytest.raises(ValueError, match="adamw: index is outside the table"):
+        engine.adamw([weight], m, v, v, table, squares=native.DoubleTable(1), index=1)
+
+
 @pytest.mark.parametrize("missed", [0, 3])
 def test_adamw_over_sections_whose_spans_do_not_match(
     engine: native.Engine, rng: np.random.Generator, missed: int

@@ -175,10 +175,10 @@ MUTANTS = [
         pinned=True,
     ),
     Mutant(
-        "a host buffer waits for its norm alone",
+        "a host buffer does not wait for its step",
         _GRADIENTS,
-        "reading = [square, self._store",
-        "reading = [square]; _ = [self._store",
+        "reading = [ticket]",
+        "reading = []",
         pinned=True,
     ),
     Mutant(

@@ -2,7 +2,8 @@
 
 A gradient arrives complete for one micro-batch. If it cannot be stepped at once (more micro-batches follow, or clipping
 waits for the norm), it is added to the record's GRADIENTS entry of the host cache, which spills to disk like any other
-dirty entry. The sum of squares is computed for every final gradient; when clipping, before the gradient changes any state.
+dirty entry. The sum of squares is computed for every final gradient: by its step, if that is taken at once; otherwise before
+the gradient changes any state.
 So the norm is exact, and a non-finite gradient is always noticed. The access program decides what happens to each gradient
 and when.
 """
@@ -90,8 +91,11 @@ class GradientAccumulator(ExpertGradients):
             reading = [self._accumulate(record, action, copied, after)]
             self.settle(record, action, step)
         else:
-            square = self._square(record, copied, after, self._dtype)
-            reading = [square, self._store.optimizer.step(record, copied, number=step, after=after)]
+            ticket = self._store.optimizer.step(
+                record, copied, number=step, squares=self._squares, after=after
+            )
+            self._square_tickets.append(ticket)
+            reading = [ticket]
         self._device.free_gradient(slot, reading)
 
     def settle(self, record: LiveRecord, action: Action, step: int) -> None:
@@ -116,10 +120,8 @@ class GradientAccumulator(ExpertGradients):
         self._cache.wrote(entry, ticket)
         return ticket
 
-    def _square(
-        self, record: LiveRecord, gradient: Buffer, after: Sequence[int], dtype: Dtype = Dtype.FP32
-    ) -> int:
-        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, dtype, after=list(after))
+    def _square(self, record: LiveRecord, gradient: Buffer, after: Sequence[int]) -> int:
+        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, after=list(after))
         self._square_tickets.append(ticket)
         return ticket
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from tierstore import _native
-from tierstore._native import Buffer, Engine, Priority
+from tierstore._native import Buffer, DoubleTable, Engine, Priority
 from tierstore.cache.host_cache import Backing, HostCache
 from tierstore.errors import StoreError
 from tierstore.store.adamw import Row, StepHistory
@@ -67,10 +67,12 @@ class RecordOptimizer:
         *,
         number: int | None = None,
         scale: float = 1.0,
+        squares: DoubleTable | None = None,
         after: Sequence[int] = (),
     ) -> int:
         """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (flat, fp32 or bf16) times ``scale``, and
-        in the same pass the record's missed steps; returns the ticket.
+        in the same pass the record's missed steps; returns the ticket. It also stores the gradient's sum of squares, before
+        it is scaled, in ``squares[record.number]``.
 
         ``number`` may be an applied step, for a gradient that waited for that step's norm. Raises StoreError if no step
         is open, or the record is frozen or has taken the step.
@@ -79,7 +81,7 @@ class RecordOptimizer:
         if number is None or number > self.history.applied:
             number = self.history.current
         rows, reached = self.history.step_rows(record.step, number)
-        return self._adamw(record, rows, reached, gradient, scale, after)
+        return self._adamw(record, rows, reached, gradient, scale, after, squares)
 
     def _adamw(
         self,
@@ -89,13 +91,14 @@ class RecordOptimizer:
         gradient: Buffer | None,
         scale: float,
         after: Sequence[int],
+        squares: DoubleTable | None = None,
     ) -> int:
         """Queues ``rows`` on the resident record; the last of them takes it to step ``reached``."""
         cache = self._cache
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
         sections = [*cache.sections(weights), *cache.sections(moments)]
         after = [*after, *cache.before_write(weights), *cache.before_write(moments)]
-        ticket = self._queue(record, sections, rows, reached, gradient, scale, after)
+        ticket = self._queue(record, sections, rows, reached, gradient, scale, after, squares)
         cache.wrote(weights, ticket)
         cache.wrote(moments, ticket)
         record.step, record.changed = reached, True
@@ -110,11 +113,22 @@ class RecordOptimizer:
         gradient: Buffer | None,
         scale: float,
         after: Sequence[int],
+        squares: DoubleTable | None = None,
     ) -> int:
         moments = live.schema.moments
         if moments is MomentFormat.FP32:
             *weights, exp_avg, exp_avg_sq = sections
-            return self._engine.adamw(weights, exp_avg, exp_avg_sq, gradient, rows, scale, after=after)
+            return self._engine.adamw(
+                weights,
+                exp_avg,
+                exp_avg_sq,
+                gradient,
+                rows,
+                scale,
+                squares=squares,
+                index=live.number,
+                after=after,
+            )
         ends = len(sections) - (2 if moments is MomentFormat.INT8 else 0)
         *weights, exp_avg, exp_avg_sq = sections[:ends]
         return self._engine.adamw(
@@ -128,6 +142,8 @@ class RecordOptimizer:
             scales=sections[ends:],
             record_hash=record_hash(live.key),
             last_step=reached,
+            squares=squares,
+            index=live.number,
             after=after,
         )
 
