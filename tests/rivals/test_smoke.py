@@ -23,8 +23,6 @@ from tierstore.bench.comparing import compare
 from tierstore.bench.documents import load_document
 from tierstore.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 _SIZES = "d_model=16 n_heads=2 n_layers=2 seq_len=16 d_ff=32 experts=4 top_k=1 activation=gelu"
 _RUN = "threads=1 host_budget=16MiB commit_every=0 data.paths=text data.batch_size=2"
 SETTINGS = [*_RUN.split(), *(f"model.{size}" for size in _SIZES.split())]
