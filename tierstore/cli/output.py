@@ -30,7 +30,7 @@ from tierstore.units import format_bytes, format_seconds
 if TYPE_CHECKING:  # this imports LMDB, which --help must not load
     from tierstore.store.disk.drives import DriveReport
 
-_PLAIN_WIDTH = 120  # columns of tables without a terminal
+_PLAIN_WIDTH = 160  # columns of tables without a terminal: paths of 90 characters stay whole
 _PLAIN_INTERVAL_S = 5.0
 
 
