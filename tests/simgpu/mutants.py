@@ -155,16 +155,16 @@ MUTANTS = [
     Mutant(
         "AdamW does not follow the copy",
         _GRADIENTS,
-        "number=step, after=after)]",
-        "number=step, after=[])]",
+        "squares=self._squares, after=after",
+        "squares=self._squares, after=[]",
         pinned=True,
     ),
     Mutant(
-        "the norm does not follow the copy",
+        "the norm of a kept gradient does not follow its sum",
         _GRADIENTS,
-        "record.number, dtype, after=list(after))",
-        "record.number, dtype, after=[])",
-        pinned=True,
+        "record.number, after=list(after))",
+        "record.number, after=[])",
+        {**_MICRO, "clip_norm": 0.5},
     ),
     Mutant(
         "a sum does not follow the copy",
@@ -258,9 +258,9 @@ MUTANTS = [
     ),
     Mutant(
         "rows are used before they have arrived",
-        "tierstore/moe/chunks.py",
-        "        self._arrivals[number].wait()\n",
-        "        pass\n",
+        "tierstore/parallel/collectives.py",
+        "        self._finish, self._charge = finish, charge\n",
+        "        self._finish, self._charge, self._pending = finish, charge, None\n",
         ranks=2,
     ),
     Mutant(
