@@ -48,11 +48,11 @@ def _tokens(
         served_store(store, device=mesh.device.type, timeline=sink, **settings) as (_, runner),
     ):
         joined = runner.join([[1, 2, 3, 4], [5, 6, 7]])
-        tokens = [int(each.logits_V.argmax()) for each in joined]
+        tokens = [int(logits_V.argmax()) for logits_V in joined.values()]
         found = [tokens]
         for _ in range(6):
-            out = runner.step({each.number: token for each, token in zip(joined, tokens, strict=True)})
-            tokens = [int(out[each.number].argmax()) for each in joined]
+            out = runner.step(dict(zip(joined, tokens, strict=True)))
+            tokens = [int(out[number].argmax()) for number in joined]
             found.append(tokens)
     return (found, simulated.violations(), simulated.counts()) if simulating else (found, {}, {})
 
