@@ -71,7 +71,7 @@ def test_where_layers_add_nothing_every_guess_is_right(family: str) -> None:
     layers = [router.layer for router in model.routers()]
     assert sorted(listener.offers) == [(layer, layer + 1) for layer in layers[:-1]]
     for (_, layer), counts in listener.offers.items():
-        load = model.loads.of(layer)
+        load = model.loads.by_layer[layer]
         assert load is not None
         assert counts == load.tolist()
 

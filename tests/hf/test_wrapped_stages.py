@@ -168,7 +168,7 @@ def test_a_stage_is_killed_and_the_resume_ends_in_the_same_bits(
     with ranks.fresh(2, config, tmp_path / "stderr") as world:
         for rank in range(2):
             world.send(rank, dying_wrapped, store, cut, victim, 3)
-        codes = end_of(ranks, world)
+        codes = end_of(world)
     assert codes[victim] == -signal.SIGKILL
     assert all(code != 0 for code in codes)
     assert f"rank {victim}" in (tmp_path / "stderr").read_text()

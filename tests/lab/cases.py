@@ -43,7 +43,9 @@ def requests_of(events, **columns):
     return Requests.of_columns(offsets, entries, **columns)
 
 
-def simulate(requests, policies, capacities, *, windows=0, warmup_steps=0, threads=0, **setting):
+def simulate(
+    requests, policies, capacities, *, windows=0, warmup_steps=0, threads=0, progress=None, **setting
+):
     """A replay of every policy (its name or a PolicySpec) at every capacity: the outcomes, by policy."""
 
     def reduce(replayed):
@@ -52,7 +54,9 @@ def simulate(requests, policies, capacities, *, windows=0, warmup_steps=0, threa
     specs = [PolicySpec.parse(policy) if isinstance(policy, str) else policy for policy in policies]
     frames = [requests.table.frames_of(capacity) for capacity in capacities]
     settings = [ReplaySetting(spec, size, **setting) for spec, size in product(specs, frames)]
-    return replay_each(requests, settings, reduce, warmup_steps=warmup_steps, threads=threads)
+    return replay_each(
+        requests, settings, reduce, warmup_steps=warmup_steps, threads=threads, progress=progress
+    )
 
 
 def write_events(path, events, records=4, record=RECORD):

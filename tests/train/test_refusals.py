@@ -168,7 +168,7 @@ def plain(**changes: Any) -> Act:
 
 #: By the name of a setting: values that it cannot have.
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
-    ("schedule", {"kind": "wavy"}),
+    ("kind", {"kind": "wavy"}),
     ("lr", {"lr": 0.0}),
     ("lr", {"lr": math.inf}),
     ("total_steps", {"total_steps": 0}),

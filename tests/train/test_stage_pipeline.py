@@ -180,7 +180,7 @@ def test_the_death_of_a_stage_ends_all_with_its_cause(
     with ranks.fresh(3, ParallelConfig(stages=3, **QUICK), tmp_path / "stderr") as world:
         for rank in range(3):
             world.send(rank, dying, changes, victim, 3)
-        codes = end_of(ranks, world)
+        codes = end_of(world)
     assert codes[victim] == -signal.SIGKILL
     assert all(code != 0 for code in codes)
     assert f"rank {victim}" in (tmp_path / "stderr").read_text()
