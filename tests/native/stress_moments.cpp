@@ -78,6 +78,12 @@ void submitter(Engine& engine, unsigned seed, unsigned rounds) {
         grad.fill(random);
         for (Section* section : {&exp_avg, &exp_avg_sq, &scale, &scale_sq})
             section->buffer->scatter(section->plain.data());
+        // Of the gradient, which is the same in all steps: its blocks of 4,096 elements, added in order.
+        double square = 0;
+        for (size_t at = 0; at < numel; at += 4096)
+            square += sum_of_squares(grad.as<const float>() + at, std::min<size_t>(4096, numel - at));
+        const auto squares = std::make_shared<DoubleTable>(2);
+        bool summed = false;
         std::vector<Ticket> after;
         uint64_t number = 0;
         for (size_t n = 1 + pick(random, 3); n > 0; --n) {
@@ -88,7 +94,12 @@ void submitter(Engine& engine, unsigned seed, unsigned rounds) {
             AdamWRecord record{
                 {*weight.buffer}, *exp_avg.buffer, *exp_avg_sq.buffer, {}, {}, format, seed, number};
             if (int8) record.scales = {*scale.buffer, *scale_sq.buffer};
-            if (given) record.grad = {*grad.buffer};
+            if (given) {
+                record.grad = {*grad.buffer};
+                record.squares = squares;
+                record.squares_index = 1;
+                summed = true;
+            }
             after = {engine.compute(adamw_work(std::move(record), steps, 0.5f, engine.compute_threads()),
                                     {after})};
             AdamWSpan span{};
@@ -100,6 +111,7 @@ void submitter(Engine& engine, unsigned seed, unsigned rounds) {
             adamw_with(InstructionSet::Scalar, span, steps, 0.5f, {seed, number, 0});
         }
         CHECK(engine.wait(after.front(), 1h));
+        CHECK(squares->load(1) == (summed ? square : 0.0));
         for (Section* section : {&weight, &grad, &exp_avg, &exp_avg_sq}) section->check();
         if (int8) {
             scale.check();
