@@ -57,6 +57,8 @@ _MESSAGE_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 64
 _PR_SET_CHILD_SUBREAPER = 36
 _start_afresh: Callable[..., int] = _posixsubprocess.fork_exec
+#: Arguments of fork_exec, which is private, in Python 3.11 and 3.12; with others all processes start afresh.
+_ARGUMENTS = 23
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,8 @@ def _status_of(main: Callable[[], None]) -> int:
 
 def _asked(given: Sequence[Any]) -> tuple[Job, list[int]] | None:
     """The job that the arguments of fork_exec ask for, and its descriptors here; None if a fork cannot do it."""
+    if len(given) != _ARGUMENTS:
+        return None
     arguments = [os.fsdecode(argument) for argument in given[0]]
     environment = dict(os.environ)
     if given[5] is not None:
