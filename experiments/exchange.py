@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import statistics
 import subprocess
 import time
@@ -34,7 +33,6 @@ from tierstore.bench.namespaces import RankNamespace, limit_namespace, rank_name
 from tierstore.capabilities import Finding
 from tierstore.errors import CapabilityError, ConfigError
 from tierstore.links import CollectiveLink, LinkConfig, open_link
-from tierstore.machine_profile import Cost
 from tierstore.parallel import Collective, Mesh
 from tierstore.parallel.config import ExchangeMode, ParallelConfig
 from tierstore.parallel.hierarchical import ExchangeModel, FlatExchange, HierarchicalExchange
@@ -118,11 +116,7 @@ def rank(each: int, between: LinkConfig, sizes: Sequence[int], rounds: int) -> d
         assert isinstance(mesh.exchange, HierarchicalExchange)
         grid = NodeGrid(mesh.world.size // each, each)
         model = measured_model(mesh, grid, mesh.exchange, sizes=PROBE_BYTES)
-        lines = {"flat": model.flat, "rail": model.rail, "hierarchical": model.hierarchical}
-        return {
-            "model": {name: (line.latency_s, 1 / line.per_s) for name, line in lines.items()},
-            "sizes": [exchanges(mesh, nbytes, rounds) for nbytes in sizes],
-        }
+        return {"model": model, "sizes": [exchanges(mesh, nbytes, rounds) for nbytes in sizes]}
 
 
 def exchanges(mesh: Mesh, nbytes: int, rounds: int) -> dict[str, Any]:
@@ -152,11 +146,7 @@ def cases(
     layout: str, node: LinkConfig, sizes: Sequence[int], answer: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """A row for each size of messages over one link between nodes."""
-    lines = {
-        name: Cost(start_s, 1 / byte_s if byte_s else math.inf)
-        for name, (start_s, byte_s) in answer["model"].items()
-    }
-    model = ExchangeModel(grid_of(layout), **lines)
+    model: ExchangeModel = answer["model"]
     for nbytes, found in zip(sizes, answer["sizes"], strict=True):
         flat, hierarchical, again = (found["seconds"][way] for way in ("flat", "hierarchical", "again"))
         both = [(a + b) / 2 for a, b in zip(flat, again, strict=True)]

@@ -60,8 +60,8 @@ struct AdamWRecord {
     MomentFormat format = MomentFormat::Fp32;
     uint64_t record_hash = 0;  // narrow moments are rounded by it ...
     uint64_t last_step = 0;    // ... and by the number of each step; this is the last one
-    std::shared_ptr<DoubleTable> squares =
-        nullptr;  // squares[squares_index] = what sum_of_squares_work gives for grad
+    // If there is a table, squares[squares_index] = what sum_of_squares_work gives for grad.
+    std::shared_ptr<DoubleTable> squares = nullptr;
     size_t squares_index = 0;
 };
 

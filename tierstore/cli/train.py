@@ -28,7 +28,7 @@ from tierstore.cli.options import (
     timeline_option,
     with_stored_model,
 )
-from tierstore.cli.output import Output, OutputMode
+from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
@@ -102,8 +102,7 @@ def train(
         Interrupts.install() as interrupts,
         launch(loaded.parallel, device=loaded.device, make_group=groups) as mesh,
     ):
-        first = mesh.world.rank == 0
-        output = output if first else Output(OutputMode.SILENT)
+        output = output.of_first_rank()
         # A rank cannot tell whether torchrun has restarted the job: each agent has its own count.
         again = Opening.RESTART if mesh.environment.supervised else Opening.CREATE
         opening = Opening.RESUME if resume else again
@@ -119,8 +118,7 @@ def train(
             checksum=checksum,
         )
         _show(summary, output)
-        if first:
-            output.emit(summary.as_json())
+        output.emit(summary.as_json())
     if not stopped:
         return
     why = "by a signal" if interrupts.requested else "with another rank"

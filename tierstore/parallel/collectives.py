@@ -109,6 +109,7 @@ class Work:
 
     def then(self, finish: Callable[[], None] | None, charge: Charge | None) -> Work:
         """Sets what ``wait`` calls when the results of an all-to-all are there, and the default of its ``charge``."""
+        assert self._finish is None  # an all-to-all leaves its results where they belong
         self._finish, self._charge = finish, charge
         return self
 
