@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Draws a run, a fine-tuning run beside plain transformers, or a race of training, as an SVG.
+"""Draws a run, a run with kills, a fine-tuning run beside plain transformers, or a race of training, as an SVG.
 
     tierstore train --metrics run.jsonl && scripts/plot.py run run.jsonl docs/run.svg
+    python experiments/killed.py --work DIRECTORY && scripts/plot.py killed DIRECTORY docs/five-billion.svg
     scripts/plot.py finetune reference.json run.jsonl docs/finetune.svg
     python rivals/race.py train CONFIG --save race.json && scripts/plot.py race race.json docs/rivals.svg
 
-``run``: loss, hits and bytes over the steps. ``finetune``: both losses and how far apart they are; the reference is a JSON
-object with ``losses``, one a step, and ``held_out``, pairs of steps taken and loss (``scripts/finetune_reference.py``).
-``race``: tokens a second with the range over rounds, memory, and bytes a step, of each rival that ran. The same files give
-the same drawing, byte for byte. Needs matplotlib (the extra ``report``).
+``run``: loss, hits and bytes over the steps. ``killed``: loss, tokens a second and the parts of a step's time over the steps
+of the whole run, and memory over the time of the killed one. ``finetune``: both losses and how far apart they are; the
+reference is a JSON object with ``losses``, one a step, and ``held_out``, pairs of steps taken and loss
+(``scripts/finetune_reference.py``). ``race``: tokens a second with the range over rounds, memory, and bytes a step, of each
+rival that ran. The same files give the same drawing, byte for byte. Needs matplotlib (the extra ``report``).
 """
 
 from __future__ import annotations
@@ -98,6 +100,52 @@ def draw_run(metrics: Path, target: Path) -> None:
         over_steps(loss, hits, moved)
 
 
+def draw_killed(directory: Path, target: Path) -> None:
+    """Four panels side by side."""
+    lines = read_lines(directory / "whole.jsonl")
+    whole, killed = (json.loads((directory / f"{name}.json").read_text()) for name in ("whole", "killed"))
+    steps = [line["step"] for line in lines]
+    with picture(target, 4, (12.8, 2.7)) as (loss, speed, parts, memory):
+        loss.plot(steps, [line["loss"] for line in lines], color=BLUE, label="training")
+        loss.plot(*zip(*validated(lines), strict=True), "o", markersize=4, color=ORANGE, label="validation")
+        loss.set_title("Loss, nats a byte")
+        loss.legend()
+
+        speed.plot(steps, [whole["step_tokens"] / line["step_s"] for line in lines], color=GREEN)
+        speed.set_ylim(bottom=0)
+        speed.set_title("Tokens a second")
+
+        times = [line["step_time"] for line in lines]
+        stalls = [{stall["cause"]: stall["stall_s"] for stall in time["stalls"]} for time in times]
+        disk = [
+            sum(each.get(cause, 0) for cause in ("demand read", "late prefetch", "spill")) for each in stalls
+        ]
+        known = {
+            "computing": [time["computing_s"] for time in times],
+            "cores taken": [time["run_queue_s"] + time["threads_s"] for time in times],
+            "waiting for AdamW": [each.get("optimizer", 0) for each in stalls],
+            "waiting for the disk": disk,
+        }
+        colours = (BLUE, PALE_VIOLET, ORANGE, RED)
+        parts.stackplot(steps, *known.values(), labels=known.keys(), colors=colours)
+        parts.set_ylim(bottom=0)
+        parts.set_title("A step's time, s")
+        parts.legend(loc="lower right", fontsize=8)
+        over_steps(loss, speed, parts)
+
+        memory.plot(
+            *zip(*((at / 60, held / GIB) for at, held in killed["resident"]), strict=True), color=VIOLET
+        )
+        announced = killed["summary"]["memory"]["announced_bytes"] / GIB
+        memory.axhline(announced, color="#444444", linewidth=0.8, linestyle="--", label="announced")
+        for number, at in enumerate(killed["kills_s"]):
+            memory.axvline(at / 60, color=RED, linewidth=0.8, label="" if number else "SIGKILL")
+        memory.set_ylim(bottom=0)
+        memory.set_title("Memory with kills, GiB")
+        memory.set_xlabel("minutes")
+        memory.legend(loc="lower right", fontsize=8)
+
+
 def draw_finetune(reference: Path, metrics: Path, target: Path) -> None:
     """Two panels: the losses of both, and the absolute difference on a logarithmic scale."""
     known, lines = json.loads(reference.read_text()), read_lines(metrics)
@@ -153,10 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "finetune", "race"))
+    parser.add_argument("what", choices=("run", "killed", "finetune", "race"))
     parser.add_argument("files", type=Path, nargs="+", help="what is drawn, and the SVG to write")
     asked = parser.parse_args()
-    draw: Any = {"run": draw_run, "finetune": draw_finetune, "race": draw_race}[asked.what]
+    draw: Any = {"run": draw_run, "killed": draw_killed, "finetune": draw_finetune, "race": draw_race}[
+        asked.what
+    ]
     if len(asked.files) != (3 if asked.what == "finetune" else 2):
         parser.error(f"{asked.what}: expected the files above")
     draw(*asked.files)

@@ -84,6 +84,25 @@ def test_the_plot_of_a_run(tmp_path: Path) -> None:
         assert f">{title}<" in target.read_text()
 
 
+def test_the_plot_of_a_run_with_kills(tmp_path: Path) -> None:
+    time = {"computing_s": 1.0, "run_queue_s": 0.5, "threads_s": 0.5}
+    line = {
+        "loss": 2.0,
+        "step_s": 2.0,
+        "step_time": {**time, "stalls": [{"cause": "optimizer", "stall_s": 0.1}]},
+    }
+    lines = [{"step": step, "val_loss": 2.5 if step == 2 else None, **line} for step in (1, 2)]
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    report = {"step_tokens": 64, "resident": [[0, 1 << 30], [60, 2 << 30]], "kills_s": [30]}
+    report["summary"] = {"memory": {"announced_bytes": 3 << 30}}
+    for name in ("whole", "killed"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    target = tmp_path / "killed.svg"
+    subprocess.run([sys.executable, ROOT / "scripts/plot.py", "killed", tmp_path, target], check=True)
+    for title in ("Loss, nats a byte", "Tokens a second", "Memory with kills, GiB", "SIGKILL", "announced"):
+        assert f">{title}<" in target.read_text()
+
+
 def test_the_plot_of_a_fine_tuning_run(tmp_path: Path) -> None:
     reference, metrics, target = (tmp_path / name for name in ("reference.json", "run.jsonl", "run.svg"))
     reference.write_text(json.dumps({"losses": [3.0, 2.5], "held_out": [[0, 3.1], [2, 2.4]]}))

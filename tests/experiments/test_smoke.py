@@ -24,12 +24,21 @@ _RING = "--layers 5 --experts 2 --expert-bytes 8192 --forward-s 0.0002 --passes 
 
 _CLOCK = "--models small --places device drives --tokens 1024 --layers 1 --steps 2 --loads 1 --check-steps 1"
 
+#: A run to kill.
+_TINY = """
+steps = 40
+commit_every = 10
+eval_every = 10
+model = {d_model = 32, n_heads = 2, n_layers = 1, seq_len = 32, d_ff = 32, experts = 4}
+"""
+
 #: The smallest size of each.
 SMALLEST = {
     "clock": _CLOCK,
     "collectives": _WORDS,
     "embedding": "--ranks 2 --vocab 9000 --d-model 128 --tokens 16 --small-tokens 128 --rounds 1 --steps 1",
     "exchange": f"{_NODES} --network process",
+    "killed": "--config tiny.toml --work killed --memory 600MiB --kills 2",
     "layouts": "--ranks 1 --rounds 1 --steps 1",
     "memory": "--width 32 --layers 2 --experts 4 --steps 2 --runs train train-layer-order generate-long verify",
     "papers": "--tables PipeMoE-6",
@@ -102,6 +111,14 @@ def check_exchange(found: Found) -> None:
     assert counts == [(2, 1)] * 2
     # Two messages of 1 ms each, one after the other; or one, behind the step within the node. Waiting takes its time.
     assert all(case["flat_s"] >= 2e-3 and case["hierarchical_s"] >= 1.5e-3 for case in found["cases"])
+
+
+def check_killed(found: Found) -> None:
+    whole, killed = found["whole"], found["killed"]
+    assert (whole["kills_s"], len(killed["kills_s"])) == ([], 2)
+    assert whole["summary"]["records_crc32c"] == killed["summary"]["records_crc32c"]
+    assert whole["summary"]["train_loss"] == killed["summary"]["train_loss"]
+    assert len(killed["first_steps_s"]) == 3
 
 
 def check_layouts(found: Found) -> None:
@@ -217,13 +234,13 @@ def test_an_experiment_at_its_smallest_size(
     """What it finds is right; status 1 and its reasons are allowed, since at this size times vary."""
     if name != "memory":  # which measures its processes'
         request.getfixturevalue("forked_python")
+    (tmp_path / "tiny.toml").write_text(_TINY)
     done = run(name, SMALLEST[name], tmp_path)
     assert done.returncode in (0, 1), done.stderr
     *table, last = done.stdout.splitlines()
     assert table
     CHECKS[name](json.loads(last))
-    for picture in tmp_path.iterdir():
-        assert picture.name == "picture.svg"
+    for picture in tmp_path.glob("*.svg"):
         assert bars(picture) == [("4c72b0", 2), ("dd8452", 2)] * 2  # of two stages two passes each way
 
 

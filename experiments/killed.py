@@ -1,0 +1,208 @@
+"""A training run, once whole and once with SIGKILLs on the way: both must end with the same bits.
+
+    python experiments/killed.py CONFIG --work DIRECTORY [--memory 20GiB] [--killed-memory 14GiB] [--kills 10] [--seed 0]
+    scripts/plot.py killed DIRECTORY docs/five-billion.svg
+
+Trains as CONFIG says in DIRECTORY/store, reads the checksum of all records, and removes the store; then again, killed in the
+midst of ``--kills`` steps, which ``--seed`` draws, and resumed from the last commit after each. Every step that is repeated
+must have the loss that it had. Each run leaves its metrics and a report in DIRECTORY; a run whose report is there is not
+repeated. Exit status 1: losses or checksums differ, or a process ends otherwise than by its kill.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emulation import OUTPUT, finish, options, start
+
+from tierstore.config import load
+from tierstore.errors import DataError
+from tierstore.train.config import TrainConfig
+from tierstore.units import format_bytes, format_seconds
+
+TIERSTORE = (sys.executable, "-c", "from tierstore.cli.main import main; main()")
+SAMPLE_S = 0.5
+_POLL_S = 0.01
+
+
+@dataclass
+class Report:
+    """A run, of one process or several. Times are seconds from the start of its first process."""
+
+    memory: str
+    step_tokens: int
+    kills_s: list[float] = field(default_factory=list)
+    #: Time and resident bytes of the process, every ``SAMPLE_S`` seconds.
+    resident: list[tuple[float, int]] = field(default_factory=list)
+    #: Time from the start of each process to the end of its first step.
+    first_steps_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    #: What the last process printed.
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """The processes of one run, one after the other, and what is known of them."""
+
+    config: Path
+    work: Path
+    name: str
+    report: Report
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def metrics(self) -> Path:
+        return self.work / f"{self.name}.jsonl"
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of all processes so far; the last may be torn by a kill."""
+        lines = self.metrics.read_text().split("\n")[:-1] if self.metrics.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def run(self, kill_at: int | None, pause: float) -> bool:
+        """Runs a process; kills it after step ``kill_at``, in the midst of the next one: after ``pause`` of its time. Says
+        whether it ended by itself. Raises DataError if it failed.
+        """
+        store, errors = self.work / "store", self.work / f"{self.name}.log"
+        command = [
+            *TIERSTORE,
+            "train",
+            str(self.config),
+            "--store",
+            str(store),
+            "--metrics",
+            str(self.metrics),
+        ]
+        command += ["--memory", self.report.memory, "--checksum", "--json"]
+        command += ["--resume"] if store.exists() else []
+        begun, before, before_bytes = time.monotonic(), len(self.steps()), self._written()
+        first = False
+        with errors.open("a") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            try:
+                while process.poll() is None:
+                    time.sleep(_POLL_S)
+                    self._sample(process.pid)
+                    if self._written() == before_bytes:
+                        continue
+                    before_bytes, steps = self._written(), self.steps()
+                    if not first and len(steps) > before:
+                        first = True
+                        self.report.first_steps_s.append(time.monotonic() - begun)
+                    if len(steps) > before and kill_at is not None and steps[-1]["step"] >= kill_at:
+                        time.sleep(pause * steps[-1]["step_s"])
+                        process.kill()
+                        process.wait()
+                        self.report.kills_s.append(self._now())
+                        return False
+                assert process.stdout is not None
+                printed = process.stdout.read()
+            finally:
+                process.kill()
+                process.wait()
+        if process.returncode:
+            raise DataError(
+                f"{self.name}: status {process.returncode}: {errors.read_text().splitlines()[-1]}"
+            )
+        self.report.summary = json.loads(printed.splitlines()[-1])
+        self.report.ended_s = self._now()
+        return True
+
+    def _now(self) -> float:
+        return time.monotonic() - self.begun_s
+
+    def _written(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def _sample(self, pid: int) -> None:
+        resident = self.report.resident
+        if resident and self._now() < resident[-1][0] + SAMPLE_S:
+            return
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:  # it has ended
+            return
+        for line in status.splitlines():
+            if line.startswith("VmRSS:"):
+                resident.append((round(self._now(), 2), int(line.split()[1]) * 1024))
+
+
+def trained(config: Path, work: Path, name: str, report: Report, kills: list[tuple[int, float]]) -> Report:
+    """``report`` of a run that is killed after the steps of ``kills``, each after that share of the next step's time."""
+    saved = work / f"{name}.json"
+    if saved.exists():
+        return Report(**json.loads(saved.read_text()))
+    shutil.rmtree(work / "store", ignore_errors=True)
+    (work / f"{name}.jsonl").unlink(missing_ok=True)
+    run = Trained(config, work, name, report)
+    # Steps shorter than a poll may all be over before the kill.
+    if not any(run.run(step, pause) for step, pause in kills):
+        run.run(None, 0)
+    saved.write_text(json.dumps(asdict(report)))
+    shutil.rmtree(work / "store")
+    return report
+
+
+def losses(metrics: Path) -> dict[int, set[float]]:
+    """The losses that each step had: one, unless a repetition differs."""
+    found: dict[int, set[float]] = {}
+    for line in metrics.read_text().splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            step = json.loads(line)
+            found.setdefault(step["step"], set()).add(step["loss"])
+    return found
+
+
+def main() -> None:
+    asked = options(
+        __doc__, config="examples/configs/five-billion.toml", work="killed", memory="20GiB", killed_memory=None,
+        kills=10, seed=0,
+    )  # fmt: skip
+    config, work = Path(asked.config), Path(asked.work)
+    work.mkdir(parents=True, exist_ok=True)
+    trains = load(TrainConfig, config)
+    tokens = trains.tokens_per_step
+    draw = random.Random(asked.seed)
+    if not 0 < asked.kills < trains.steps:
+        raise DataError(f"--kills: expected 1 to {trains.steps - 1} (steps - 1), got {asked.kills}")
+    at = [(step, draw.random()) for step in sorted(draw.sample(range(1, trains.steps), asked.kills))]
+    whole = trained(config, work, "whole", Report(asked.memory, tokens), [])
+    killed = trained(config, work, "killed", Report(asked.killed_memory or asked.memory, tokens), at)
+    once, again = losses(work / "whole.jsonl"), losses(work / "killed.jsonl")
+    OUTPUT.table(
+        "",
+        ("run", "memory", "kills", "took", "peak", "loss", "checksum"),
+        [
+            (
+                name,
+                report.memory,
+                str(len(report.kills_s)),
+                format_seconds(report.ended_s),
+                format_bytes(max(resident for _, resident in report.resident)),
+                f"{report.summary['train_loss']:.4f}",
+                str(report.summary["records_crc32c"]),
+            )
+            for name, report in (("whole", whole), ("killed", killed))
+        ],
+    )
+    failures = [
+        f"step {step}: losses {sorted(once[step] | again.get(step, set()))}"
+        for step in once
+        if once[step] != again.get(step)
+    ]
+    if whole.summary["records_crc32c"] != killed.summary["records_crc32c"]:
+        failures.append("the records differ")
+    finish({"whole": asdict(whole), "killed": asdict(killed)}, failures)
+
+
+if __name__ == "__main__":
+    start(main)
