@@ -92,7 +92,8 @@ class Bench:
 
     def generate(self, prompt: str, count: int) -> list[str]:
         prompts = ["--prompt", prompt] * count
-        return ["generate", str(self.trained), *prompts, "--max-tokens", str(TOKENS), *self.budgeted()]
+        chosen = ["--max-tokens", str(TOKENS), "--temperature", "0"]
+        return ["generate", str(self.trained), *prompts, *chosen, *self.budgeted()]
 
     def copy(self, store: Path, to: Path) -> Path:
         """A copy of ``store`` at ``to``, for runs that change it."""

@@ -19,9 +19,12 @@ def test_a_tiny_run(tmp_path: Path, tiny_bench: TinyBench, capfd: pytest.Capture
     path, place = tmp_path / "profile.json", tmp_path / "disk"
     place.mkdir()
     small = ["--repeats=1", "--threads=1", "--disk-bytes=8MiB", f"--dir={place}"]
-    found = tiny_bench("machine", path, *small)
+    found = tiny_bench(
+        "machine", path, *small, "--set", "model.d_ff=512", "--set", "model.compute_dtype=bf16"
+    )
     profile = load_profile(path)
     assert profile.evidence is Evidence.MEASURED
+    assert profile.machine.endswith("bf16 products of 256 x 512")
     assert profile.process_bytes > 50 << 20
     costs = {cost["cost"]: cost for cost in found.figures["costs"]}
     for cost in costs.values():

@@ -79,6 +79,20 @@ def test_what_is_frozen_is_read_and_never_written(model: Path) -> None:
     assert uses["lora-attention"]["read_bytes"] < uses["lora"]["read_bytes"]
 
 
+def test_a_step_that_hides_the_disk_is_proposed(model: Path) -> None:
+    """Of one sequence of 32 tokens a micro-batch."""
+    few = ("--host-budget", "56KiB", "--set", "prefetch.depth=0", "--set", "links.disk.bandwidth=10000000")
+    _, found, shown = planned("--model", model, *_ROOMY, *few)
+    proposed = found["proposed_step"]
+    count = proposed["micro_batches_count"]
+    assert proposed["tokens"] == 32 * count > 32
+    assert proposed["tokens_per_s"] > 2 * found["prediction"]["tokens_per_s"]
+    assert f"from {32 * count:,} tokens a step on (data.micro_batches = {count} in layer order)" in shown
+    _, found, shown = planned("--model", model, *_ROOMY, "--host-budget", "100MiB")
+    assert found["proposed_step"] is None
+    assert "tokens a step on" not in shown
+
+
 @pytest.mark.parametrize("use", ["lora", "lora-attention", "serve"])
 def test_a_use_in_detail(model: Path, use: str) -> None:
     status, found, shown = planned("--model", model / "config.json", *_ROOMY, "--for", use)

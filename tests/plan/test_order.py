@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
 from tierstore.errors import BudgetError, ConfigError
-from tierstore.machine_profile import ASSUMED, Cost, save_profile
+from tierstore.machine_profile import ASSUMED, Cost, Profile, save_profile
 from tierstore.plan.capacity import capacity
 from tierstore.plan.fitting import Limits, shortest_remedy
-from tierstore.plan.order import choose_order, compare_orders, in_order, order_advice, order_lines
+from tierstore.plan.order import (
+    choose_order,
+    compare_orders,
+    in_order,
+    order_advice,
+    order_lines,
+    propose_step,
+)
 from tierstore.plan.predict import predict
 from tierstore.plan.report import plan_run
 from tierstore.plan.traffic import step_traffic
@@ -223,3 +231,48 @@ def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
 def _losses(config: TrainConfig) -> list[float]:
     with open_session(replace(config, store=config.store / "micro"), Opening.CREATE) as trainer:
         return [trainer.step().loss for _ in range(3)]
+
+
+# The step that hides the disk ------------------------------------------------------------------------------
+
+
+def _bound(disk_bytes_per_s: float) -> Profile:
+    """Nothing takes time but the disk and 1 M operations a second."""
+    names = [field.name for field in fields(Profile) if isinstance(getattr(ASSUMED, field.name), Cost)]
+    costs = dict.fromkeys(names, Cost(0.0, math.inf))
+    costs |= {"dense_flops": Cost(0.0, 1e6), "expert_flops": Cost(0.0, 1e6)}
+    return replace(ASSUMED, **costs | {"disk_mixed": Cost(0.0, disk_bytes_per_s)})
+
+
+@pytest.mark.parametrize("given", [1, 4])
+def test_the_step_that_hides_the_disk_by_hand(setting: Make, given: int) -> None:
+    """Layer order computes every block four times (forward, again, backward 2), and so the head; an expert three times and
+    its first product, 32 tokens x 64 x 16, again. The bytes do not depend on the number of micro-batches.
+    """
+    dense = 2 * (2 * 32 * (1248 + 8 * 16)) + 2 * 32 * 256 * 16
+    experts = 2 * 12 * (3 * 2 * 32 * 1536 + 2 * 32 * 64 * 16)
+    micro_s = (4 * dense + experts) / 1e6
+    layer = setting(LAYER)
+    moved = step_traffic(layer, capacity(layer))
+    disk_bytes_per_s = (moved.read_bytes + moved.written_bytes) / (6.5 * micro_s)
+    found = propose_step(setting({"data.micro_batches": given}), _bound(disk_bytes_per_s))
+    assert (found.micro_batches_count, found.tokens) == (7, 7 * 32)
+    assert 7 * micro_s <= found.step_s <= (7 + 6.5) * micro_s
+    assert found.tokens_per_s == pytest.approx(7 * 32 / found.step_s)
+    assert found.memory_bytes == capacity(setting(LAYER | {"data.micro_batches": 7})).total(
+        Tier.HOST, Tier.DEVICE
+    )
+
+
+def test_a_step_is_proposed_where_the_disk_bounds(setting: Make) -> None:
+    roomy, slow = Limits(1 << 40, 1 << 40), _bound(1e5)
+    found = plan_run(setting().config, roomy, profile=slow).proposed_step
+    assert found == propose_step(setting(), slow)
+    assert plan_run(setting().config, roomy, profile=_bound(1e9)).proposed_step is None
+    stages = setting({"parallel.stages": 2, "data.micro_batches": 2}).config
+    assert plan_run(stages, roomy, ranks=2, profile=slow).proposed_step is None
+
+
+def test_no_step_is_proposed_that_the_budgets_cannot_hold(setting: Make) -> None:
+    planned = setting({"boundary_budget": 4 * 4096})
+    assert propose_step(planned, _bound(1e3)) is None

@@ -58,7 +58,7 @@ def test_an_account_by_hand() -> None:
         "dense parameters": dense_parameter_bytes(SPEC),
         "keys and values": batch_bytes(SPEC, 2, 100),
         "activations": activations,
-        "working memory": working_bytes(activations),
+        "working memory": working_bytes(0),
     }
     d, rows = 64, 200 * 2
     attention = 200 * d * (18 * 4 + 16)

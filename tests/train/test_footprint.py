@@ -116,6 +116,21 @@ def test_memory_that_is_too_small_names_what_would_do(config: TrainConfig) -> No
         within(config, needed, host_budget=config.host_budget + needed)
 
 
+def test_tokenising_counts_where_it_takes_more_than_what_follows(config: TrainConfig) -> None:
+    """It is over before experts, dense parameters and activations are there, so memory for it may be theirs."""
+    fixed, least = fixed_cost(config, 1000), least_host_budget(config, DeviceKind.CPU)
+    later = fixed.nbytes - 1000 + config.host_budget
+    for taken, more in ((later, 0), (later + 7, 7)):
+        account = replace(fixed, tokenising=taken).account(config, DeviceKind.CPU)
+        assert (account.parts["tokenising"], account.nbytes) == (more, 1000 + taken)
+    needed = fixed.nbytes + least + 5000
+    given = replace(config, memory=needed, host_budget=0)
+    tokenising = replace(fixed, tokenising=needed - 1000)
+    assert within_memory(given, tokenising, DeviceKind.CPU).host_budget == least + 5000
+    with refuses(BudgetError, "memory:", str(needed)):
+        within_memory(replace(given, memory=needed - 1), tokenising, DeviceKind.CPU)
+
+
 @given(spare=st.integers(0, 40_000))
 def test_budgets_take_no_more_than_memory(spare: int) -> None:
     """In layer order block inputs spill where they would take more than half of what is left, and never less than those

@@ -2,8 +2,9 @@
 
 Disk: streams of transfers through the engine, bypassing the page cache, in several sizes. Copies and AdamW: the engine's own
 kernels. Computation: a block of the model under autograd, and one expert's formulas, forward and backward, for several
-numbers of tokens. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is
-measured several times, in turns; lines are fitted to the medians (``machine_profile.fit_cost``).
+numbers of tokens, in the model's shapes and compute type. AdamW's state and experts come from memory, not from a processor's
+caches. Collectives: the group's own, between local ranks on Gloo; all-to-alls also of fewer ranks. Each point is measured
+several times, in turns; lines are fitted to the medians (``machine_profile.fit_cost``).
 
 This is a benchmark and not part of ``plan``, which measures nothing and answers at once. Run as a module, it is one rank
 that measures collectives.
@@ -14,10 +15,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.machine import resident_bytes
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, Profile, fit_cost, fit_errors, save_profile
+from tierstore.model.config import ModelConfig
 from tierstore.outputs import OutputKind
 from tierstore.parallel.collectives import RankGroup, Work
 from tierstore.store.config import IoConfig
@@ -42,6 +45,8 @@ from tierstore.train.config import TrainConfig
 _Points = list[tuple[float, float]]
 #: Name prefix of the all-to-alls of a number of ranks.
 _EXCHANGE = "all_to_all of "
+#: More bytes than a processor's caches hold.
+_CACHES = 128 << 20
 #: Costs whose amounts are floating point operations; those of the others are bytes.
 _COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward")
 
@@ -50,7 +55,8 @@ _COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward"
 class MachineBench(Benchmark):
     """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`.
 
-    --set links.gather... and links.exchange... limit the collectives.
+    --set model.d_model, model.d_ff, model.compute_dtype and other shapes measure the products of another model than the
+    default one. --set links.gather... and links.exchange... limit the collectives.
     """
 
     profile: Path = option(argument=True, path=OutputKind.PROFILE)
@@ -62,7 +68,8 @@ class MachineBench(Benchmark):
         Path(), "Measure the disk under this directory.", "--dir", path=PathKind.EXISTING_DIRECTORY
     )
     train: TrainConfig = field(
-        default_factory=TrainConfig, metadata={"configuration": ("links.gather.", "links.exchange.")}
+        default_factory=TrainConfig,
+        metadata={"configuration": ("model.", "links.gather.", "links.exchange.")},
     )
 
     def __post_init__(self) -> None:
@@ -77,9 +84,10 @@ class MachineBench(Benchmark):
 
     def run(self, progress: Progress) -> Found:
         """Measure, and write the profile. Raises OSError, WorkerError."""
+        model = self.train.model
+        assert isinstance(model, ModelConfig)
         progress.say("computation")
-        points = _computation(self)
-        process = resident_bytes()  # torch and its libraries are imported by now
+        process, points = _computation(self, model)
         progress.say("copies and AdamW")
         points |= _kernels(self.repeats)
         progress.say("disk")
@@ -89,7 +97,8 @@ class MachineBench(Benchmark):
         lines = {name: fit_cost(*zip(*pairs, strict=True)) for name, pairs in points.items()}
         profile = Profile(
             evidence=Evidence.MEASURED,
-            machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}",
+            machine=f"{machine.cores()} cores, {chosen_instruction_set()}, kernel {machine.kernel()}, "
+            f"{model.compute_dtype.value} products of {model.d_model} x {model.d_ff}",
             ranks=self.ranks,
             process_bytes=process,
             exchanges={count: lines[f"{_EXCHANGE}{count}"] for count in _counts(self.ranks)},
@@ -130,6 +139,17 @@ class MachineBench(Benchmark):
 def _counts(ranks: int) -> list[int]:
     """Numbers of ranks whose all-to-alls are measured: 2, 4, 8, .. and ``ranks``."""
     return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
+
+
+def _uncached(nbytes: int) -> int:
+    """How many blocks of ``nbytes`` take turns so that each comes from memory, as a run's experts do."""
+    return 1 + _CACHES // nbytes
+
+
+def _in_turns(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
+    """A call of the next of ``calls``, over and over."""
+    turns = cycle(calls)
+    return lambda: next(turns)()
 
 
 def _timed(work: Callable[[], object], repeats: int) -> list[float]:
@@ -201,11 +221,8 @@ def _kernels(repeats: int) -> dict[str, _Points]:
                 engine.wait_all([engine.copy(target, source)])
 
             copies += [(size, spent) for spent in _timed(copy, repeats)]
-            arrays = [np.full(size // 4, 1e-3, np.float32) for _ in range(4)]
-
-            def step(arrays: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = arrays) -> None:
-                _native.adamw(arrays[0], arrays[1], arrays[2], arrays[3], row)
-
+            states = np.full((_uncached(4 * size), 4, size // 4), 1e-3, np.float32)
+            step = _in_turns([partial(_native.adamw, *state, row) for state in states])
             steps += [(size // 4 * 28, spent) for spent in _timed(step, repeats)]
     finally:
         engine.close()
@@ -215,38 +232,35 @@ def _kernels(repeats: int) -> dict[str, _Points]:
 # Computation ------------------------------------------------------------------------------------------------
 
 
-def _computation(bench: MachineBench) -> dict[str, _Points]:
+def _computation(bench: MachineBench, model: ModelConfig) -> tuple[int, dict[str, _Points]]:
+    """Bytes of the process with torch and its libraries, before it computes, and the points."""
     import torch
 
-    before = torch.get_num_threads()
+    process, before = resident_bytes(), torch.get_num_threads()
     if bench.threads:
         torch.set_num_threads(bench.threads)
     try:
-        return {
-            "dense_flops": _dense_points(bench.repeats),
-            **_expert_points(bench.repeats),
-        }
+        dense = _dense_points(model, bench.repeats)
+        return process, {"dense_flops": dense, **_expert_points(model, bench.repeats)}
     finally:
         torch.set_num_threads(before)
 
 
-def _dense_points(repeats: int) -> _Points:
+def _dense_points(model: ModelConfig, repeats: int) -> _Points:
     """One dense block, forward and backward: 6 operations a parameter and token, and those of attention. Two passes."""
     import torch
 
     from tierstore.model.attention import rotary_tables
-    from tierstore.model.config import ModelConfig
     from tierstore.model.transformer import Block
     from tierstore.moe.router import NoiseKey
 
-    positions, d = 128, 256
-    config = ModelConfig(d_model=d, n_heads=4, seq_len=positions, d_ff_dense=512)
-    block = Block(config, 0, None)
-    cos, sin = rotary_tables(positions, config.head_dim, config.rope_theta)
+    positions, d, dtype = model.seq_len, model.d_model, model.compute_dtype.torch
+    block = Block(replace(model, d_ff_dense=2 * d), 0, None).to(dtype)
+    cos, sin = rotary_tables(positions, model.head_dim, model.rope_theta)
     numel = sum(parameter.numel() for parameter in block.parameters())
     points: _Points = []
     for batch in (1, 2, 4, 8):
-        x = torch.randn(batch, positions, d, requires_grad=True)
+        x = torch.randn(batch, positions, d, dtype=dtype, requires_grad=True)
 
         def work(x: torch.Tensor = x) -> None:
             y, _ = block(x, cos, sin, NoiseKey())
@@ -258,29 +272,31 @@ def _dense_points(repeats: int) -> _Points:
     return points
 
 
-def _expert_points(repeats: int) -> dict[str, _Points]:
+def _expert_points(model: ModelConfig, repeats: int) -> dict[str, _Points]:
     """One expert by its rows: forward, backward, and the mean of both."""
     import torch
 
-    from tierstore.moe.config import ExpertShape
     from tierstore.moe.experts import Workspace, backward_expert, forward_expert
 
-    shape = ExpertShape(256, 512)
+    shape, dtype = model.expert_shape, model.compute_dtype.torch
+    count = _uncached(shape.numel * dtype.itemsize)
+    flats = [torch.randn(shape.numel).to(dtype) for _ in range(count)]
+    gradients = torch.empty(shape.numel, dtype=dtype)
     points: dict[str, _Points] = {"expert_flops": [], "expert_forward": [], "expert_backward": []}
     for rows in (16, 64, 256, 1024):
-        x = torch.randn(rows, shape.d_model)
-        flat, gradients = torch.randn(shape.numel), torch.empty(shape.numel)
-        inner, out = torch.empty(rows, shape.inner_rows), torch.empty(rows, shape.d_model)
-        weight, grad_out = torch.ones(rows), torch.randn(rows, shape.d_model)
+        x = torch.randn(rows, shape.d_model, dtype=dtype)
+        inner, out = x.new_empty(rows, shape.inner_rows), torch.empty_like(x)
+        weight, grad_out = torch.ones(rows), torch.randn_like(x)
         work = Workspace(shape, rows, x, inner=2, hidden=2)
-        forward = _timed(partial(forward_expert, shape, flat, x, inner, out, work), repeats)
-        call = partial(backward_expert, shape, flat, gradients, x, inner, grad_out, out, work)
-        backward = _timed(partial(call, weights=(weight, torch.empty(rows))), repeats)
+
+        forward = [partial(forward_expert, shape, flat, x, inner, out, work) for flat in flats]
+        call = partial(backward_expert, shape, weights=(weight, torch.empty(rows)))
+        backward = [partial(call, flat, gradients, x, inner, grad_out, out, work) for flat in flats]
         flops = 2 * rows * shape.numel
-        points["expert_forward"] += [(flops, spent) for spent in forward]
-        points["expert_backward"] += [(2 * flops, spent) for spent in backward]
-        both = zip(forward, backward, strict=True)
-        points["expert_flops"] += [(1.5 * flops, (there + back) / 2) for there, back in both]
+        there, back = (_timed(_in_turns(calls), repeats) for calls in (forward, backward))
+        points["expert_forward"] += [(flops, spent) for spent in there]
+        points["expert_backward"] += [(2 * flops, spent) for spent in back]
+        points["expert_flops"] += [(1.5 * flops, sum(both) / 2) for both in zip(there, back, strict=True)]
     return points
 
 

@@ -48,6 +48,8 @@ def show_plan(made: Plan, costs: Profile, output: Output) -> None:
         for line in (*order_lines(made.order), order_advice(made.order)):
             if line is not None:
                 output.line(line)
+    if made.proposed_step is not None:
+        output.line(made.proposed_step.describe())
     _show_degrees(made, output)
     _show_vocabulary(made, output)
     for line in made.tensor.lines() if made.tensor is not None else ():

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from tierstore.errors import DataError
 from tierstore.hf.model import HfModel
-from tierstore.machine import MemoryAccount, working_bytes
+from tierstore.machine import MemoryAccount
 from tierstore.moe.seeds import derive_seed
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
-from tierstore.serve.footprint import dense_parameter_bytes
+from tierstore.serve.footprint import pass_account
 from tierstore.serve.opening import ServedParts, open_served
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.files import DataConfig, byte_files, text_files
 from tierstore.train.tokens.documents import Chat, documents
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
@@ -49,17 +50,8 @@ class Teacher:
 
     def account(self, rows: int, length: int) -> MemoryAccount:
         """What the process will hold in passes over ``rows`` windows of ``length`` tokens."""
-        spec = self.parts.spec
-        activations = spec.forward_bytes(rows * length)
-        return MemoryAccount(
-            {
-                "experts": self.parts.config.host_budget,
-                "process": self.parts.process,
-                "dense parameters": dense_parameter_bytes(spec),
-                "activations": activations,
-                "working memory": working_bytes(activations),
-            }
-        )
+        config, spec, process = self.parts.config, self.parts.spec, self.parts.process
+        return pass_account(config, spec, DeviceKind.CPU, process=process, tokens=rows * length)
 
 
 @contextlib.contextmanager

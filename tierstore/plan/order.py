@@ -13,6 +13,7 @@ the graph of a block, and the logits, for all of its tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.machine_profile import ASSUMED, Evidence, Profile, find_profile
 from tierstore.model.config import CheckpointActivations
 from tierstore.plan.capacity import Setting, as_configured, capacity
-from tierstore.plan.predict import predict
+from tierstore.plan.predict import Prediction, predict
+from tierstore.plan.traffic import Traffic
+from tierstore.prefetch.operations import Resource
 from tierstore.stats import Tier
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
@@ -179,14 +182,69 @@ def _whole(setting: Setting) -> Setting:
 
 def _cost(setting: Setting, profile: Profile) -> OrderCost | None:
     """The cost of a step; None if the budgets are too small."""
+    planned = _planned(setting, profile)
+    return planned and planned[0]
+
+
+def _planned(
+    setting: Setting, profile: Profile, traffic: Traffic | None = None
+) -> tuple[OrderCost, Prediction] | None:
+    """The cost of a step, whose ``traffic`` may be known, and its prediction; None if the budgets are too small."""
     try:
         within = within_memory(setting.config, setting.fixed, setting.device, sums=setting.sums)
         setting = replace(setting, config=within)
         taken = capacity(setting)
-        made = predict(setting, profile, taken)
+        made = predict(setting, profile, taken, traffic)
     except BudgetError:
         return None
     kept = setting.boundaries
     spilled = 0 if kept is None else 2 * kept.spilled_bytes
     moved = made.traffic.read_bytes + made.traffic.written_bytes + spilled
-    return OrderCost(taken.total(Tier.HOST, Tier.DEVICE), moved, made.step_s, made.evidence)
+    return OrderCost(taken.total(Tier.HOST, Tier.DEVICE), moved, made.step_s, made.evidence), made
+
+
+# The step that hides the disk -------------------------------------------------------------------------------
+
+_ROUNDS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProposal(OrderCost):
+    """The smallest step in layer order, of micro-batches of the given size, for which the disk takes no longer than the
+    computation.
+    """
+
+    micro_batches_count: int
+    tokens: int
+    tokens_per_s: float
+
+    def describe(self) -> str:
+        """The proposal in one line."""
+        return (
+            f"the disk takes no longer than the computation from {self.tokens:,} tokens a step on "
+            f"(data.micro_batches = {self.micro_batches_count} in layer order): {format_seconds(self.step_s)}, "
+            f"{self.tokens_per_s:,.4g} tokens/s, {format_bytes(self.memory_bytes)} of memory"
+        )
+
+
+def propose_step(setting: Setting, profile: Profile) -> StepProposal | None:
+    """The larger step of ``setting`` that its disk does not bound; None if the budgets are too small for one."""
+    config, traffic = setting.config, None
+    # A single micro-batch recomputes no block, so it says nothing of the computation in layer order.
+    count = config.data.micro_batches + (1 if config.data.passes == 1 else 0)
+    for _ in range(_ROUNDS):
+        data = replace(config.data, micro_batches=count, micro_order=MicroOrder.LAYER)
+        planned = _planned(replace(setting, config=replace(config, data=data)), profile, traffic)
+        if planned is None:
+            return None
+        cost, made = planned
+        computing, disk = made.busy_ratio[Resource.COMPUTE], made.busy_ratio[Resource.DISK]
+        if disk <= computing:
+            tokens = config.tokens_per_micro_batch * count
+            speed = made.tokens_per_s
+            return StepProposal(**vars(cost), micro_batches_count=count, tokens=tokens, tokens_per_s=speed)
+        if made.traffic.active == 1.0 and not config.memory:  # more tokens move the same bytes
+            traffic = made.traffic
+        # Never too many: part of the computation does not grow with the tokens, and the bytes do not fall.
+        count = max(math.ceil(count * disk / computing), count + 1)
+    return None

@@ -199,10 +199,14 @@ class Prediction(SteadyState):
         return self.one_chunk_s - self.step_s
 
 
-def predict(setting: Setting, profile: Profile, taken: Capacity | None = None) -> Prediction:
-    """Simulate some steps of ``setting``. Raises BudgetError, ConfigError."""
+def predict(
+    setting: Setting, profile: Profile, taken: Capacity | None = None, traffic: Traffic | None = None
+) -> Prediction:
+    """Simulate some steps of ``setting``. ``taken``, ``traffic``: its capacity and traffic, if known. Raises BudgetError,
+    ConfigError.
+    """
     taken = taken or capacity(setting)
-    traffic = step_traffic(setting, taken)
+    traffic = traffic or step_traffic(setting, taken)
     workload = StepWorkload(setting, taken, traffic, profile)
     one = result = simulated(workload)
     degrees = layer_degrees(workload)

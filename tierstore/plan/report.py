@@ -37,7 +37,7 @@ from tierstore.plan.fitting import (
     shortest_remedy,
     totals,
 )
-from tierstore.plan.order import compare_orders, in_order
+from tierstore.plan.order import StepProposal, compare_orders, in_order, propose_step
 from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
@@ -203,6 +203,8 @@ class Plan:
     uses: UsesPlan | None = None
     #: The order in which several micro-batches pass through the layers.
     order: Decision[MicroOrder] | None = None
+    #: The step that the disk would not bound, if this one is bound by it.
+    proposed_step: StepProposal | None = None
     #: What the layers of tensor-parallel ranks send.
     tensor: TensorCosts | None = None
 
@@ -281,6 +283,7 @@ class Plan:
                 "reason": self.order.reason,
                 **{name: self.order.facts[name] for name in ("micro", "layer", "one_larger")},
             },
+            "proposed_step": self.proposed_step,
             "pipeline_degree": made
             and made.degrees
             and {
@@ -341,11 +344,15 @@ def plan_run(
     if setting.usage.trains and config.data.micro_batches > 1:
         order = compare_orders(setting, profile)
         setting = replace(setting, config=in_order(setting.config, order))
+    asked = setting
     setting = replace(setting, config=within_memory(setting.config, setting.fixed, device, sums=setting.sums))
     limits = limits or machine_limits(config.store, sharing=ranks)
     verdict = judge(setting, limits)
     remedy = None if verdict.fits else shortest_remedy(setting, limits)
     prediction = predict(setting, profile, verdict.capacity) if verdict.capacity else None
+    proposal, staged = None, config.parallel.stages > 1  # pipeline stages have no layer order
+    if prediction and setting.usage.trains and prediction.bottleneck is Resource.DISK and not staged:
+        proposal = propose_step(asked, profile)
     if alpha is None:
         alpha = prediction.traffic.active if prediction else 1.0
     return Plan(
@@ -360,6 +367,7 @@ def plan_run(
         preset=preset,
         uses=plan_uses(setting, limits, profile, lora) if foreign else None,
         order=order,
+        proposed_step=proposal,
         tensor=tensor_costs(
             config,
             setting.model.top_k,

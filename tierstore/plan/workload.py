@@ -40,6 +40,7 @@ from tierstore.prefetch.operations import Kind, Operation, PassSizes, StepPasses
 from tierstore.prefetch.schedule import Pass, QueueLimits, Schedule
 from tierstore.store.format import MomentFormat
 from tierstore.tiers.slots import DeviceKind
+from tierstore.train.budgets import copies_weights
 
 #: Steps simulated from a cold start, and how many of the first are not counted.
 STEPS, SETTLED = 3, 1
@@ -143,7 +144,7 @@ class StepWorkload:
             fetch=round(moved.loaded / divided),
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
-            load=round(slots.weight_bytes * each),
+            load=round(slots.weight_bytes * each) if copies_weights(setting.config, setting.device) else 0,
             to_host=round(stepped.gradient_content_bytes * each) if leaves else 0,
         )
 

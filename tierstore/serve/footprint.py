@@ -238,18 +238,36 @@ def served_account(
     """
     sequences = config.batch.sequences
     prefill = max(min(config.limits.prefill_tokens, sequences * context), context)
-    activations = spec.forward_bytes(prefill, logits=sequences)
+    cached = batch_bytes(spec, sequences, context)
+    return pass_account(
+        config, spec, device, process=process, tokens=prefill, logits=sequences, cached=cached
+    )
+
+
+def pass_account(
+    config: ServeConfig,
+    spec: ModelSpec,
+    device: DeviceKind,
+    *,
+    process: int,
+    tokens: int,
+    logits: int | None = None,
+    cached: int = 0,
+) -> MemoryAccount:
+    """The same for passes of ``tokens`` tokens, which compute the logits of ``logits`` of them (None: of all), beside
+    ``cached`` bytes of keys and values. No gaps are between activations, since a forward pass keeps none of them.
+    """
     on_cpu = {
         "dense parameters": dense_parameter_bytes(spec),
-        "keys and values": batch_bytes(spec, sequences, context),
-        "activations": activations,
+        "keys and values": cached,
+        "activations": spec.forward_bytes(tokens, logits=logits),
     }
     return MemoryAccount(
         {
             "experts": config.host_budget,
             "process": process,
             **(on_cpu if device is DeviceKind.CPU else {}),
-            "working memory": working_bytes(activations if device is DeviceKind.CPU else 0),
+            "working memory": working_bytes(0),
         }
     )
 

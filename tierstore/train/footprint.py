@@ -42,6 +42,7 @@ class FixedCost:
     pairs: int = 0  # of a layer's experts during a pass
     boundaries: BoundarySplit | None = None  # block inputs of a step in layer order
     routers: int = 0  # copies, for guessing
+    tokenising: int = 0  # before anything but the process is in memory
 
     @property
     def nbytes(self) -> int:
@@ -69,17 +70,17 @@ class FixedCost:
             "router copies": self.routers,
         }
         on_host = device is DeviceKind.CPU
-        return MemoryAccount(
-            {
-                "experts": config.host_budget,
-                "process": self.process,
-                "dense parameters": self.dense.total - (0 if on_host else self._dense_on_device(config)),
-                **(of_passes if on_host else {}),
-                "block inputs": self.boundary_bytes,
-                "text": self.text,
-                "working memory": self.working,
-            }
-        )
+        parts = {
+            "experts": config.host_budget,
+            "process": self.process,
+            "dense parameters": self.dense.total - (0 if on_host else self._dense_on_device(config)),
+            **(of_passes if on_host else {}),
+            "block inputs": self.boundary_bytes,
+            "text": self.text,
+            "working memory": self.working,
+        }
+        later = sum(parts.values()) - self.process
+        return MemoryAccount(parts | {"tokenising": max(self.tokenising - later, 0)})
 
 
 def flat_layouts(
@@ -122,10 +123,12 @@ def fixed_cost(
     device: DeviceKind = DeviceKind.CPU,
     units: Sequence[DenseUnit] | None = None,
     text: int | None = None,
+    tokenising: int = 0,
 ) -> FixedCost:
     """The fixed cost of one of ``ranks`` ranks whose process holds ``process`` bytes after its imports.
 
-    ``units`` and ``text``: the dense parameters and bytes of text (None: those of the configuration).
+    ``units`` and ``text``: the dense parameters and bytes of text (None: those of the configuration). ``tokenising``: bytes
+    that are taken, and free again, before anything but the process is in memory.
     Raises DataError, BudgetError.
     """
     units = with_heads(config, config.model.architecture.units if units is None else units)
@@ -139,6 +142,7 @@ def fixed_cost(
         working=working_bytes(activations if device is DeviceKind.CPU else 0) + product_bytes(config, device),
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
+        tokenising=tokenising,
     )
 
 
@@ -201,7 +205,11 @@ def within_memory(
     least = config.host_budget or least_host_budget(config, device, sums=sums)
     boundaries, boundary_budget = fixed.boundaries, config.boundary_budget
     if boundaries is not None and not boundary_budget:
-        alone = replace(fixed, boundaries=None).account(replace(config, host_budget=least), device).nbytes
+        alone = (
+            replace(fixed, boundaries=None, tokenising=0)
+            .account(replace(config, host_budget=least), device)
+            .nbytes
+        )
         half, one_block = (config.memory - alone) // 2, config.data.micro_batches * boundaries.slot_bytes
         if boundaries.memory_bytes > half:
             boundary_budget = max(half, one_block)
@@ -211,7 +219,8 @@ def within_memory(
     account.check(
         config.memory, "data.batch_size, or recompute activations (model.checkpoint_activations = block)"
     )
-    host_budget = config.host_budget or config.memory - account.nbytes + least
+    left = config.memory - account.nbytes + account.parts["tokenising"]
+    host_budget = config.host_budget or left + least
     return replace(config, host_budget=host_budget, boundary_budget=boundary_budget)
 
 

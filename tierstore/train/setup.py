@@ -32,7 +32,7 @@ from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import follow_ranks
-from tierstore.train.files import DataConfig
+from tierstore.train.files import DataConfig, DataFormat, text_files
 from tierstore.train.footprint import FixedCost, fixed_cost, within_memory
 from tierstore.train.pipelining import check_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
@@ -42,6 +42,7 @@ from tierstore.train.state import check_records, conditions
 from tierstore.train.task_data import TaskData
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.tokens.data import TokenData, open_data
+from tierstore.train.tokens.making import tokenising_bytes
 from tierstore.train.vocabulary import VocabularyTables, choose_vocabulary
 
 
@@ -125,6 +126,7 @@ def prepare(
         device=kind,
         units=divided_units(config.spec, mesh.tensor.size),
         text=None if loop is Loop.OWN else 0,
+        tokenising=_tokenising_bytes(config) if loop is Loop.OWN and mesh.world.rank == 0 else 0,
     )
     sums = adds_up(config, experts=config.model.experts, replicas=mesh.replicas, sharing=mesh.expert.size)
     config = within_memory(config, fixed, kind, sums=sums)
@@ -179,6 +181,14 @@ def prepare(
         ledger=StallLedger(listener=stall_spans(timeline) if timeline.enabled else None),
         resharded_from=resharded_from,
     )
+
+
+def _tokenising_bytes(config: TrainConfig) -> int:
+    """What tokenising the data takes, one source after another, if they have documents."""
+    sources = [data for data in config.data_by_task.values() if data.format is not DataFormat.BYTES]
+    if config.spec.tokenizer is None:
+        return 0
+    return max((tokenising_bytes(config.store, text_files(data)) for data in sources), default=0)
 
 
 def _free_device_bytes(config: TrainConfig, mesh: Mesh, fixed: FixedCost) -> int | None:

@@ -16,13 +16,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from child_process import run_python
 from refusals import refuses
 from token_cases import END, conversation, save_tokenizer, write_lines
 
 from tierstore.errors import DataError, StoreInUseError
 from tierstore.train.files import DataConfig, text_files
 from tierstore.train.tokens import documents, making
-from tierstore.train.tokens.making import find_tokens, tokenise
+from tierstore.train.tokens.making import find_tokens, tokenise, tokenising_bytes
 from tierstore.train.tokens.token_files import TokenFiles, TokenWriter
 from tierstore.train.tokens.tokenizing import DocumentTokenizer
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 #: A time of change that nothing changes after.
 _OLD_NS = 1_700_000_000_000_000_000
+_CODE = Path(making.__file__).read_text() * 50
 
 
 Make = Callable[..., tuple[TokenFiles, list[tuple[int, int]]]]
@@ -68,6 +70,33 @@ def _masked(*turns: str) -> dict[str, Any]:
     chat = conversation(*turns)
     chat["messages"][-1]["weight"] = 0
     return chat
+
+
+def test_memory_of_tokenising(tmp_path: Path, tokenizer: Path, make: Make) -> None:
+    """Each byte of the largest file a token, up to one piece; nothing once there are tokens. A process grows by no more."""
+    store, large = tmp_path / "store", _text(tmp_path / "large.txt", _CODE)
+    small = _text(tmp_path / "small.txt", "one expert")
+    announced = tokenising_bytes(store, [small, large])
+    assert announced == len(_CODE.encode()) * 300
+    assert tokenising_bytes(store, [tmp_path / "missing"]) == 0
+    code = f"""
+from pathlib import Path
+from tierstore.machine import peak_resident_bytes, resident_bytes
+from tierstore.train.tokens.tokenizing import DocumentTokenizer
+tokenizer = DocumentTokenizer(Path({str(tokenizer)!r}))
+tokenizer.texts(["x = y + z"])
+before = max(peak_resident_bytes(), resident_bytes())
+tokens = tokenizer.texts([Path({str(large)!r}).read_text()])[0]
+print(len(tokens), peak_resident_bytes() - before)
+"""
+    tokens, grown = map(int, run_python(code).stdout.split())
+    assert tokens > 0.8 * len(_CODE)
+    assert announced / 2 < grown < announced
+    with large.open("a") as more:
+        more.truncate(3 << 20)
+    assert tokenising_bytes(store, [large]) == (1 << 20) * 300
+    make(small)
+    assert tokenising_bytes(store, [small, large]) == 0
 
 
 def _text(path: Path, content: str) -> Path:

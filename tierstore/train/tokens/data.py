@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.errors import ConfigError, DataError
+from tierstore.machine import return_freed_memory
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.seeds import derive_seed
 from tierstore.stats import OnProgress
@@ -377,6 +378,7 @@ def open_data(
     files = text_files(config)
     if first:
         made = tokenise(store, files, config, tokenizer=tokenizer, vocabulary=vocab_size, progress=progress)
+        return_freed_memory()  # so that what follows takes its place
         TokenFiles(made).verify()
     else:
         made = find_tokens(store, files, config, tokenizer=tokenizer)
