@@ -149,4 +149,4 @@ def test_memory_is_measured() -> None:
     assert peak_resident_bytes() >= len(held)
     child = run_python("from tierstore.machine import peak_resident_bytes; print(peak_resident_bytes())")
     assert int(child.stdout) < len(held), "what its parent held is not its own"
-    assert working_bytes(400) - working_bytes(0) == 140
+    assert working_bytes(400) - working_bytes(0) == 240

@@ -63,7 +63,7 @@ def test_activations_by_hand(setting: Make) -> None:
     """
     spec = setting().config.spec
     tokens, d, rows = 32, 16, 32 * 12
-    graph = tokens * d * (18 * 4 + 16) + tokens * (2 * d * 4 + 12 * 24)
+    graph = tokens * d * (9 * 4 + 16) + tokens * (2 * d * 4 + 12 * 24)
     one = graph + rows * 4 * d * 4 + 2 * tokens * d * 4
     once = tokens * (64 + 2 * 32) * 4 + 4 * tokens * 256 * 4
     assert spec.layer_order_bytes(tokens, 4) == 4 * one + once

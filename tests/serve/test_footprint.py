@@ -61,7 +61,7 @@ def test_an_account_by_hand() -> None:
         "working memory": working_bytes(0),
     }
     d, rows = 64, 200 * 2
-    attention = 200 * d * (18 * 4 + 16)
+    attention = 200 * d * (9 * 4 + 16)
     mixture = 200 * (2 * d * 4 + 8 * 24) + rows * 4 * d * 4
     assert activations == attention + mixture + 200 * (SPEC.expert_shape.inner_rows + 2 * 128) * 4
     assert SPEC.forward_bytes(200) == max(activations, 200 * 256 * 8)

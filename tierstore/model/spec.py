@@ -222,9 +222,9 @@ class BuiltInSpec(ModelSpec):
         rows = tokens * config.top_k
         shared = tokens * 4 * config.shared_expert_d_ff * width
         return _Activations(
-            # Two norms (fp32 in, out), queries, keys, values before and after rotation, attention, projection,
-            # sums.
-            attention=tokens * d * (18 * width + 16),
+            # Of each of two norms, its input and the normalised values in fp32, and its result; queries, keys and values;
+            # the first two rotated; attention of each head, and joined.
+            attention=tokens * d * (9 * width + 16),
             mixture=tokens * (2 * d * width + self.experts * 24) + shared,
             inner=rows * shape.inner_rows * width,
             dense=tokens * (dense.inner_rows + 2 * dense.d_ff) * width,
