@@ -414,8 +414,8 @@ def _runs(slots: npt.NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
 
 
 def scratch_buffers(layout: GroupLayout) -> list[Buffer]:
-    """Memory for one slot of ``layout``, one Buffer a section; it lives as long as they do. Direct reads pin each of its pages,
-    which takes a third of the time of a large read with small pages.
+    """Memory for one slot of ``layout``, one Buffer a section; it lives as long as they do. In huge pages, if there are any:
+    a direct read pins each page, which takes over half of its time if they are small.
     """
     arena = Arena(layout.slot_bytes, HugePages.AUTO)
     sections, offset = [], 0
