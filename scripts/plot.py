@@ -128,9 +128,9 @@ def draw_killed(directory: Path, target: Path) -> None:
         }
         colours = (BLUE, PALE_VIOLET, ORANGE, RED)
         parts.stackplot(steps, *known.values(), labels=known.keys(), colors=colours)
-        parts.set_ylim(bottom=0)
+        parts.set_ylim(0, 1.5 * max(line["step_s"] for line in lines))  # the legend is above
         parts.set_title("A step's time, s")
-        parts.legend(loc="lower right", fontsize=8)
+        parts.legend(loc="upper right", fontsize=8, ncols=2)
         over_steps(loss, speed, parts)
 
         memory.plot(
