@@ -45,7 +45,9 @@ def read(pages: list[int], log: list[str]) -> Iterator[tuple[int, list[Buffer]]]
 
 
 def test_worked_by_hand(memory: ScratchMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four pages in all: two items of two pages are in flight; three pages wait for both, and take their memory's place."""
+    """Four pages in flight: two items of two pages; three pages wait for both. Memory of more than four pages, the longest
+    unused of it, goes before more is taken.
+    """
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 4 * PAGE)
     log: list[str] = []
     for number, buffers in read([2, 2, 2, 3, 5, 1], log):
@@ -54,11 +56,18 @@ def test_worked_by_hand(memory: ScratchMemory, monkeypatch: pytest.MonkeyPatch) 
     assert log == [
         *("queue 0", "queue 1", "read 0: 4 pages"),
         *("queue 2", "read 1: 4 pages", "read 2: 4 pages"),  # in the memory of item 0
-        *("queue 3", "read 3: 3 pages"),
-        *("queue 4", "read 4: 5 pages"),  # larger than the limit: alone
+        *("queue 3", "read 3: 7 pages"),
+        *("queue 4", "read 4: 8 pages"),  # larger than the limit: alone
         *("queue 5", "read 5: 1 pages"),
     ]
     assert memory.made == 5
+
+
+def test_sizes_in_turns_keep_their_memory(memory: ScratchMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 5 * PAGE)
+    log: list[str] = []
+    assert len(list(read([2, 1] * 20, log))) == 40
+    assert (memory.made, memory.most) == (4, 6 * PAGE)  # two of each
 
 
 @given(pages=st.lists(st.integers(1, 6), max_size=40), limit=st.integers(1, 12), most=st.integers(1, 5))
@@ -78,7 +87,7 @@ def test_the_order_and_the_limits(pages: list[int], limit: int, most: int) -> No
             assert sum(pages[number:queued]) <= max(limit, pages[number])
             buffers[0].array()[:] = number  # nobody else's: later ones are written when they are read
             del buffers
-            assert memory.held <= max(limit, *pages) * PAGE
+            assert memory.held <= (limit + max(pages)) * PAGE
         assert seen == len(pages)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -435,7 +435,7 @@ Scratch: TypeAlias = Callable[[GroupLayout], list[Buffer]]
 
 def ahead_bytes(total: int, largest: int) -> int:
     """The most memory that ``read_ahead`` takes for items of ``total`` bytes, the largest of ``largest``."""
-    return max(min(total, _IN_FLIGHT_BYTES), largest)
+    return min(total, _IN_FLIGHT_BYTES + largest)
 
 
 def read_ahead(
@@ -444,17 +444,23 @@ def read_ahead(
     """``begin(item, scratch)`` of each item, which queues reads of ``nbytes(item)`` into memory of ``scratch``; those of the
     next items are queued meanwhile. Before the next item the caller waits for the reads, and is done with the memory.
 
-    The memory is used again and again: all together ``_IN_FLIGHT_BYTES``, or one item's, beside what the caller keeps.
+    The memory is used again and again: all together ``_IN_FLIGHT_BYTES`` and one item's, beside what the caller keeps.
     """
-    spare: dict[GroupLayout, list[list[Buffer]]] = defaultdict(list)
+    spare: list[tuple[GroupLayout, list[Buffer]]] = []  # the longest unused first
     coming: deque[tuple[_Read, int, list[tuple[GroupLayout, list[Buffer]]]]] = deque()
-    in_flight = 0
+    in_flight = held = 0  # bytes of reads, and of all memory taken for them
 
     def scratch(layout: GroupLayout) -> list[Buffer]:
-        if not spare[layout]:
-            spare.clear()  # memory for other layouts is freed before more is allocated
-            spare[layout] = [scratch_buffers(layout)]
-        taken.append((layout, spare[layout].pop()))
+        nonlocal held
+        for number in reversed(range(len(spare))):
+            if spare[number][0] == layout:
+                taken.append(spare.pop(number))
+                return taken[-1][1]
+        # Memory for other layouts stays as far as it may: their turn comes again.
+        while spare and held > _IN_FLIGHT_BYTES:
+            held -= spare.pop(0)[0].slot_bytes
+        taken.append((layout, scratch_buffers(layout)))
+        held += layout.slot_bytes
         return taken[-1][1]
 
     def first() -> Iterator[_Read]:
@@ -462,8 +468,7 @@ def read_ahead(
         read, size, lent = coming.popleft()
         yield read
         in_flight -= size
-        for layout, buffers in lent:
-            spare[layout].append(buffers)
+        spare.extend(lent)
 
     for item in items:
         while coming and (len(coming) == _IN_FLIGHT or in_flight + nbytes(item) > _IN_FLIGHT_BYTES):
