@@ -133,9 +133,8 @@ def draw_killed(directory: Path, target: Path) -> None:
         parts.legend(loc="upper right", fontsize=8, ncols=2)
         over_steps(loss, speed, parts)
 
-        memory.plot(
-            *zip(*((at / 60, held / GIB) for at, held in killed["resident"]), strict=True), color=VIOLET
-        )
+        samples = killed["resident"][:: 1 + len(killed["resident"]) // 200]
+        memory.plot([at / 60 for at, _ in samples], [held / GIB for _, held in samples], color=VIOLET)
         announced = killed["summary"]["memory"]["announced_bytes"] / GIB
         memory.axhline(announced, color="#444444", linewidth=0.8, linestyle="--", label="announced")
         for number, at in enumerate(killed["kills_s"]):
@@ -143,6 +142,8 @@ def draw_killed(directory: Path, target: Path) -> None:
         memory.set_ylim(bottom=0)
         memory.set_title("Memory with kills, GiB")
         memory.set_xlabel("minutes")
+        for axes in (loss, speed, parts, memory):
+            axes.locator_params(nbins=3)
         memory.legend(loc="lower right", fontsize=8)
 
 

@@ -95,7 +95,7 @@ def test_what_no_change_helps_names_the_hardware_that_would() -> None:
     assert "GiB on the host and device tiers (memory: " in shown
     assert "GiB on the nvme tier (disk: " in shown
     assert (
-        "sufficient hardware: a machine with 95.1 GiB of memory and 2.27 TiB of disk for its 8 ranks" in shown
+        "sufficient hardware: a machine with 90.7 GiB of memory and 2.27 TiB of disk for its 8 ranks" in shown
     )
     budget = hardware["changes"][0]["change"].split('"')[1]
     status, found, _ = planned(
