@@ -24,7 +24,9 @@ CONFIG = StoreConfig(host_budget=1 << 20, retain=1)
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     with tarfile.open(FIXTURES / "store-v2.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
     return tmp_path / "store-v2"
 
 

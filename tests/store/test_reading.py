@@ -272,7 +272,9 @@ def test_its_least_budget_is_that_of_weights_alone(store: Path) -> None:
 
 
 def test_what_a_verification_will_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three records of 12 KB, read at once; or, where less may be in flight, the largest slot: two moments of 4 KB."""
+    """Three records of 12 KB, read at once; or, where less may be in flight, so much and the largest slot: two moments of
+    4 KB.
+    """
     with ParameterStore.create(tmp_path / "s", [RecordSchema("expert", 1024)], CONFIG) as store:
         for key, weight in weights(3, 1024).items():
             store.register(key, "expert", weight=weight)
@@ -283,4 +285,4 @@ def test_what_a_verification_will_hold(tmp_path: Path, monkeypatch: pytest.Monke
     assert report.account.parts["reads ahead"] == 3 * 12 * 1024 == report.bytes_read
     assert report.account.parts["host cache"] == minimum_reading_budget(read_schemas(tmp_path / "s"))
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 4096)
-    assert verify_all(tmp_path / "s").account.parts["reads ahead"] == 2 * 4096
+    assert verify_all(tmp_path / "s").account.parts["reads ahead"] == 4096 + 2 * 4096

@@ -176,7 +176,9 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(settings: Make, tmp_path: 
 def test_it_holds_a_fixed_number_of_experts(
     settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 24 in each layer, those that are read at once fit the limit, which has room for two."""
+    """Of 24 in each layer, those that are read at once fit the limit, which has room for two; a third is announced, for
+    slots of other sizes.
+    """
     made = settings({"model.experts": 24})
     train(alone(), made, 1, Opening.CREATE)
     with open_stored(made["store"]) as stored:
@@ -186,7 +188,7 @@ def test_it_holds_a_fixed_number_of_experts(
     monkeypatch.setattr(extents, "_IN_FLIGHT_BYTES", 2 * slot_bytes)
     done = reshard(made["store"], tmp_path / "new", laid_out(2, 2))
     assert done.records > 48
-    assert memory.most == 2 * slot_bytes == done.account.parts["reads ahead"]
+    assert memory.most == 2 * slot_bytes < done.account.parts["reads ahead"] <= 3 * slot_bytes
 
 
 def test_an_interrupted_one_leaves_nothing(settings: Make, tmp_path: Path) -> None:
