@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,17 @@ def test_memory_is_measured() -> None:
     child = run_python("from tierstore.machine import peak_resident_bytes; print(peak_resident_bytes())")
     assert int(child.stdout) < len(held), "what its parent held is not its own"
     assert working_bytes(400) - working_bytes(0) == 240
+
+
+def test_the_space_that_directories_hold_may_be_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two directories of one file system: what is free there counts once."""
+    found = replace(machine.disk(tmp_path), free_bytes=4096)
+    monkeypatch.setattr(machine, "disk", lambda _: found)
+    held, absent = tmp_path / "held", tmp_path / "absent"
+    with pytest.raises(OSError, match="rows need 8 KiB, and 4 KiB are free"):
+        machine.require_space([held, absent], 8192, "rows")
+    held.mkdir()
+    (held / "file").write_bytes(bytes(4096))
+    machine.require_space([held, absent], 8192, "rows")

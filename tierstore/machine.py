@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +133,23 @@ def disk(directory: Path) -> FileSystem:
         free_bytes=space.f_bavail * space.f_frsize,
         total_bytes=space.f_blocks * space.f_frsize,
     )
+
+
+def require_space(directories: Sequence[Path], nbytes: int, what: str) -> None:
+    """Raises OSError (ENOSPC), naming the first of ``directories``, if ``what`` need more than their file systems have free;
+    directories need not exist, and what they hold already may be taken again.
+    """
+    free: dict[int, int] = {}
+    held = 0
+    for directory in directories:
+        place = existing_parent(directory)
+        free[place.stat().st_dev] = disk(place).free_bytes
+        if directory.is_dir():
+            held += sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
+    room = sum(free.values())
+    if nbytes > room + held:
+        message = f"{what} need {format_bytes(nbytes)}, and {format_bytes(room)} are free"
+        raise OSError(errno.ENOSPC, message, str(directories[0]))
 
 
 def block_device(directory: Path, sys: Path = _SYS) -> str:

@@ -272,7 +272,7 @@ def test_the_marker_is_the_last_to_go(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_full_disk_is_found_out_before(tmp_path: Path) -> None:
     with (
-        pytest.raises(OSError, match=r"the export needs .* are free") as caught,
+        pytest.raises(OSError, match=r"the weights need .* are free") as caught,
         new_directory(tmp_path / "below" / "out", 1 << 60),
     ):
         pass

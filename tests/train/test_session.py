@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ import torch
 from refusals import refuses
 from slowness import in_turns, mostly_slow
 
+from tierstore import machine
 from tierstore.errors import BudgetError
 from tierstore.stats import delta
 from tierstore.store import verify_store
+from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
 from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
-from tierstore.train.budgets import adds_up, budgets, least_host_budget
+from tierstore.train.budgets import adds_up, budgets, expert_schema, least_host_budget
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
@@ -63,6 +67,28 @@ def test_every_shape_fits_the_minimum(
     report = verify_store(config.store)
     assert report.failures == []
     assert report.records >= config.model.architecture.records
+
+
+def test_a_store_for_which_there_is_no_space_is_refused_at_once(
+    configure: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it takes memory, and with nothing made."""
+    config = configure()
+    needed = extent_bytes(expert_schema(config), config.model.architecture.records, config.retain)
+    found = machine.disk(config.store.parent)
+    for free in (needed - 1, needed):
+        monkeypatch.setattr(machine, "disk", lambda _, free=free: replace(found, free_bytes=free))
+        if free < needed:
+            with (
+                pytest.raises(OSError, match=r"need .* are free") as caught,
+                open_session(config, Opening.CREATE),
+            ):
+                pytest.fail("it was opened")
+            assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(config.store))
+            assert not config.store.exists()
+        else:
+            with open_session(config, Opening.CREATE) as trainer:
+                trainer.step()
 
 
 def test_a_closed_session_frees_its_memory_at_once(configure: Make) -> None:

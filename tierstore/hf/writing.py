@@ -27,10 +27,9 @@ import numpy.typing as npt
 from tierstore.dense import UnitLayout
 from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, SINGLE_NAME, TensorInfo, TensorSpec
 from tierstore.hf.manifest import ParameterEntry
-from tierstore.machine import existing_parent
+from tierstore.machine import require_space
 from tierstore.stats import OnProgress
 from tierstore.store.disk.home import building, building_directory, fsync_directory, write_durably
-from tierstore.units import format_bytes
 
 #: Default limit of a shard's bytes, as in transformers.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -125,7 +124,7 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
             )
         with building(partial):
             _remove(partial)
-    _check_space(partial, nbytes)
+    require_space([partial], nbytes, "the weights")
     partial.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, partial)
@@ -149,18 +148,6 @@ def _remove(partial: Path) -> None:
             with contextlib.suppress(OSError):
                 child.unlink()
     shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_space(directory: Path, nbytes: int) -> None:
-    """Raises OSError (ENOSPC) unless ``nbytes`` fit on the file system of ``directory``, which need not exist."""
-    found = os.statvfs(existing_parent(directory))
-    free = found.f_bavail * found.f_frsize
-    if nbytes > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"the export needs {format_bytes(nbytes)}, and {format_bytes(free)} are free",
-            str(directory),
-        )
 
 
 def write_model(

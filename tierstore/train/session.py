@@ -21,7 +21,7 @@ from tierstore.dense import DenseSlices, GatherDtype, UnitLayout, dense_schemas,
 from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
-from tierstore.machine import MemoryAccount, cores, return_freed_memory
+from tierstore.machine import MemoryAccount, cores, require_space, return_freed_memory
 from tierstore.model.config import CheckpointActivations
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
@@ -42,6 +42,7 @@ from tierstore.stats import Cause, OnProgress
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
+from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord, register_many
 from tierstore.tiers import (
@@ -251,7 +252,12 @@ def _open_store(
         clock=StepClock.STEPS,
     )
     if agreed.opening is Opening.CREATE:
-        schemas = [expert_schema(config), *dense_schemas(layouts)]
+        experts = expert_schema(config)
+        count = len(setup.owned) * len(config.model.moe_layers)
+        needed = extent_bytes(experts, count, config.retain)
+        # Before memory is taken, which can be long.
+        require_space([directory, *store_config.stripe.directories], needed, "the experts' records")
+        schemas = [experts, *dense_schemas(layouts)]
         return ParameterStore.create(
             directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
         ).core
