@@ -11,6 +11,7 @@ repeated. Exit status 1: losses or checksums differ, or a process ends otherwise
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -21,14 +22,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from emulation import OUTPUT, finish, options, start
+from memory import TIERSTORE
 
 from tierstore.config import load
 from tierstore.errors import DataError
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
 
-TIERSTORE = (sys.executable, "-c", "from tierstore.cli.main import main; main()")
 SAMPLE_S = 0.5
 _POLL_S = 0.01
 
@@ -63,42 +65,29 @@ class Trained:
     def metrics(self) -> Path:
         return self.work / f"{self.name}.jsonl"
 
-    def steps(self) -> list[dict[str, Any]]:
-        """The lines of all processes so far; the last may be torn by a kill."""
-        lines = self.metrics.read_text().split("\n")[:-1] if self.metrics.exists() else []
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-
     def run(self, kill_at: int | None, pause: float) -> bool:
         """Runs a process; kills it after step ``kill_at``, in the midst of the next one: after ``pause`` of its time. Says
         whether it ended by itself. Raises DataError if it failed.
         """
         store, errors = self.work / "store", self.work / f"{self.name}.log"
-        command = [
-            *TIERSTORE,
-            "train",
-            str(self.config),
-            "--store",
-            str(store),
-            "--metrics",
-            str(self.metrics),
-        ]
-        command += ["--memory", self.report.memory, "--checksum", "--json"]
+        command = [sys.executable, "-c", TIERSTORE, "train", str(self.config), "--store", str(store)]
+        command += ["--metrics", str(self.metrics), "--memory", self.report.memory, "--checksum", "--json"]
         command += ["--resume"] if store.exists() else []
-        begun, before, before_bytes = time.monotonic(), len(self.steps()), self._written()
-        first = False
+        begun, before, read_bytes = time.monotonic(), len(steps_of(self.metrics)), self._written()
+        first = True
         with errors.open("a") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:
                 while process.poll() is None:
                     time.sleep(_POLL_S)
                     self._sample(process.pid)
-                    if self._written() == before_bytes:
+                    if self._written() == read_bytes:
                         continue
-                    before_bytes, steps = self._written(), self.steps()
-                    if not first and len(steps) > before:
-                        first = True
+                    read_bytes, steps = self._written(), steps_of(self.metrics)[before:]
+                    if steps and first:
+                        first = False
                         self.report.first_steps_s.append(time.monotonic() - begun)
-                    if len(steps) > before and kill_at is not None and steps[-1]["step"] >= kill_at:
+                    if steps and kill_at is not None and steps[-1]["step"] >= kill_at:
                         time.sleep(pause * steps[-1]["step_s"])
                         process.kill()
                         process.wait()
@@ -127,13 +116,8 @@ class Trained:
         resident = self.report.resident
         if resident and self._now() < resident[-1][0] + SAMPLE_S:
             return
-        try:
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:  # it has ended
-            return
-        for line in status.splitlines():
-            if line.startswith("VmRSS:"):
-                resident.append((round(self._now(), 2), int(line.split()[1]) * 1024))
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            resident.append((round(self._now(), 2), psutil.Process(pid).memory_info().rss))
 
 
 def trained(config: Path, work: Path, name: str, report: Report, kills: list[tuple[int, float]]) -> Report:
@@ -152,13 +136,17 @@ def trained(config: Path, work: Path, name: str, report: Report, kills: list[tup
     return report
 
 
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of all processes so far; what follows the last is not whole yet."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def losses(metrics: Path) -> dict[int, set[float]]:
     """The losses that each step had: one, unless a repetition differs."""
     found: dict[int, set[float]] = {}
-    for line in metrics.read_text().splitlines():
-        if line.startswith("{") and line.endswith("}"):
-            step = json.loads(line)
-            found.setdefault(step["step"], set()).add(step["loss"])
+    for step in steps_of(metrics):
+        found.setdefault(step["step"], set()).add(step["loss"])
     return found
 
 
@@ -170,13 +158,13 @@ def main() -> None:
     config, work = Path(asked.config), Path(asked.work)
     work.mkdir(parents=True, exist_ok=True)
     trains = load(TrainConfig, config)
-    tokens = trains.tokens_per_step
     draw = random.Random(asked.seed)
     if not 0 < asked.kills < trains.steps:
         raise DataError(f"--kills: expected 1 to {trains.steps - 1} (steps - 1), got {asked.kills}")
     at = [(step, draw.random()) for step in sorted(draw.sample(range(1, trains.steps), asked.kills))]
+    tokens, again_memory = trains.tokens_per_step, asked.killed_memory or asked.memory
     whole = trained(config, work, "whole", Report(asked.memory, tokens), [])
-    killed = trained(config, work, "killed", Report(asked.killed_memory or asked.memory, tokens), at)
+    killed = trained(config, work, "killed", Report(again_memory, tokens), at)
     once, again = losses(work / "whole.jsonl"), losses(work / "killed.jsonl")
     OUTPUT.table(
         "",

@@ -135,20 +135,19 @@ def disk(directory: Path) -> FileSystem:
     )
 
 
+def bytes_on_disk(directory: Path) -> int:
+    """Disk space of the files below ``directory``, in bytes; 0 if there is none."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
 def require_space(directories: Sequence[Path], nbytes: int, what: str) -> None:
     """Raises OSError (ENOSPC), naming the first of ``directories``, if ``what`` need more than their file systems have free;
     directories need not exist, and what they hold already may be taken again.
     """
-    free: dict[int, int] = {}
-    held = 0
-    for directory in directories:
-        place = existing_parent(directory)
-        free[place.stat().st_dev] = disk(place).free_bytes
-        if directory.is_dir():
-            held += sum(path.lstat().st_blocks * 512 for path in directory.rglob("*"))
-    room = sum(free.values())
-    if nbytes > room + held:
-        message = f"{what} need {format_bytes(nbytes)}, and {format_bytes(room)} are free"
+    places = [existing_parent(directory) for directory in directories]
+    free = sum({place.stat().st_dev: disk(place).free_bytes for place in places}.values())
+    if nbytes > free + sum(map(bytes_on_disk, directories)):
+        message = f"{what} need {format_bytes(nbytes)}, and {format_bytes(free)} are free"
         raise OSError(errno.ENOSPC, message, str(directories[0]))
 
 

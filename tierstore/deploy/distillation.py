@@ -34,14 +34,14 @@ from tierstore.deploy.records import (
     read_json,
     write_json,
 )
-from tierstore.deploy.stages import bytes_on_disk, checked, exported, imported, product_dtype, refrozen
+from tierstore.deploy.stages import checked, exported, imported, product_dtype, refrozen
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
 from tierstore.hf.importing import ImportOptions
 from tierstore.hf.manifest import ImportProgress, ImportState
 from tierstore.hf.spec import imported_spec
 from tierstore.hf.tiered import open_model
-from tierstore.machine import MemoryAccount
+from tierstore.machine import MemoryAccount, bytes_on_disk
 from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY

@@ -29,7 +29,7 @@ from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.hf.manifest import Manifest, Weights
 from tierstore.hf.spec import HfSpec, imported_spec, stored_spec
 from tierstore.hf.writing import ExportDtype
-from tierstore.machine import memory
+from tierstore.machine import bytes_on_disk, memory
 from tierstore.model.store_schema import STATE_KEY, TrainState, expert_weight_bytes
 from tierstore.quant.layout import CodeFormat
 from tierstore.stats import OnProgress, in_parts
@@ -79,11 +79,6 @@ def verify_checks(
             raise ChecksumError(
                 f"{store}: {name}: expected {value}, as its stage recorded, found {found[name]}"
             )
-
-
-def bytes_on_disk(directory: Path) -> int:
-    """Disk space of the files below ``directory``, in bytes."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 
 _STORE, _CHECKPOINT = "store", "checkpoint"

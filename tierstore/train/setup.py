@@ -185,9 +185,9 @@ def prepare(
 
 def _tokenising_bytes(config: TrainConfig) -> int:
     """What tokenising the data takes, one source after another, if they have documents."""
-    sources = [data for data in config.data_by_task.values() if data.format is not DataFormat.BYTES]
     if config.spec.tokenizer is None:
         return 0
+    sources = [data for data in config.data_by_task.values() if data.format is not DataFormat.BYTES]
     return max((tokenising_bytes(config.store, text_files(data)) for data in sources), default=0)
 
 
