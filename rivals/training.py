@@ -210,8 +210,6 @@ def check_workload(config: TrainConfig) -> ModelConfig:
         raise ConfigError("model: the rivals train the built-in model, or a Mixtral of its sizes")
     if model.router_noise is not RouterNoise.NONE or model.capacity_factor is not None:
         raise ConfigError("model.router_noise, model.capacity_factor: the rivals have neither")
-    if model.compute_dtype.torch != torch.float32:
-        raise ConfigError("model.compute_dtype: the rivals compute in fp32")
     if config.adamw.inactive is not Inactive.EXACT:
         raise ConfigError("adamw.inactive: the rivals step every parameter in every step; expected exact")
     if config.lora.enabled:
@@ -244,7 +242,7 @@ class Mixture(nn.Module):
 
     def forward(self, x_TD: Tensor, _key: NoiseKey) -> tuple[Tensor, Seen]:
         config = self.config
-        logits_TE = self.router(x_TD)
+        logits_TE = self.router(x_TD.float())
         probability_TE = logits_TE.softmax(dim=-1)
         weight_TK, expert_TK = torch.topk(probability_TE, config.top_k, dim=-1)
         if config.router.normalized:
@@ -253,7 +251,7 @@ class Mixture(nn.Module):
         for number, expert in enumerate(self.experts):
             token_M, choice_M = torch.where(expert_TK == number)
             y_MD = expert(x_TD.index_select(0, token_M)) * weight_TK[token_M, choice_M, None]
-            y_TD = y_TD.index_add(0, token_M, y_MD)
+            y_TD = y_TD.index_add(0, token_M, y_MD.to(x_TD.dtype))
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         first_E = torch.bincount(expert_TK[:, 0], minlength=config.experts) / x_TD.shape[0]
@@ -362,7 +360,10 @@ def make_mixtral(config: TrainConfig, directory: Path) -> int:
 
     Raises CapabilityError, ConfigError, OSError.
     """
-    described = mixtral_config(check_workload(config))
+    sizes = check_workload(config)
+    if sizes.compute_dtype.torch != torch.float32:
+        raise ConfigError("model.compute_dtype: a Mixtral is raced in fp32")
+    described = mixtral_config(sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.model.seed)
         model = _transformers().MixtralForCausalLM(described)

@@ -50,6 +50,7 @@ from tierstore.bench.train import StepDisk
 from tierstore.bench.train_bound import compulsory
 from tierstore.config import option
 from tierstore.errors import DataError
+from tierstore.model.config import ComputeDtype
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
 
@@ -66,8 +67,9 @@ RIVALS: Mapping[str, Rival] = MappingProxyType(
         OURS_IN_RAM: Rival("tierstore, all in memory", "train_tierstore"),
     }
 )
-#: Losses of the first steps agree within this, in nats: sums in another order move the last bits of fp32, and no more.
-LOSS_TOLERANCE = 1e-3
+#: Losses of the first steps agree within this, in nats: sums in another order move the last bits of the compute type,
+#: and no more.
+LOSS_TOLERANCES = MappingProxyType({ComputeDtype.FP32: 1e-3, ComputeDtype.BF16: 1e-2})
 #: So many steps are compared. Later ones drift apart: a token near the border of two experts goes to another one.
 COMPARED_STEPS = 10
 _WITHIN_BOUND = 1.10  # a step may take so much of its bound ...
@@ -126,7 +128,9 @@ class TrainingRace(Benchmark):
         Raises ConfigError (what is not part of the comparison; the directory exists), CapabilityError (a Mixtral without
         transformers), OSError. Whatever befalls a rival is in the figures.
         """
-        parameters = check_workload(self.config).architecture.parameters
+        sizes = check_workload(self.config)
+        parameters, dtype = sizes.architecture.parameters, sizes.compute_dtype
+        tolerance = LOSS_TOLERANCES[dtype]
         entrants, orders = enter(self.rivals or tuple(RIVALS), RIVALS), []
         steps = max(self.config.steps, self.warmup + self.steps * self.rounds)
         config = replace(self.config, steps=steps, store=self.store)
@@ -157,7 +161,7 @@ class TrainingRace(Benchmark):
             for entrant in entrants.values():
                 if entrant.process is not None:
                     entrant.process.close()
-            reference = mark_disagreeing(entrants)
+            reference = mark_disagreeing(entrants, tolerance)
             if OURS in ran(entrants):
                 try:  # the trace is whole now
                     bound = self._bound(entrants, directory / "trace")
@@ -177,7 +181,8 @@ class TrainingRace(Benchmark):
             "memory_limit_bytes": self.memory_limit,
             "reference": reference,
             "compared_steps_count": COMPARED_STEPS,
-            "loss_tolerance": LOSS_TOLERANCE,
+            "compute_dtype": dtype.value,
+            "loss_tolerance": tolerance,
             "orders": orders,
             "rivals": [rival_figures(one, entrants, reference, tokens) for one in entrants.values()],
             "against": ratios_to_rivals(entrants, tokens),
@@ -301,15 +306,15 @@ def difference(reference: Sequence[float], losses: Sequence[float]) -> float:
     return max((math.inf if math.isnan(value) else value for value in apart), default=math.inf)
 
 
-def mark_disagreeing(entrants: Mapping[str, Entrant]) -> str | None:
-    """Marks each rival that trained something else; returns the rival that the others were compared with."""
+def mark_disagreeing(entrants: Mapping[str, Entrant], tolerance: float) -> str | None:
+    """Marks each rival whose losses are more than ``tolerance`` nats from the reference's; returns the reference's name."""
     names = [*ran(entrants)]
     if not names:
         return None
     reference = REFERENCE if REFERENCE in names else OURS if OURS in names else names[0]
     for name in names:
         apart = difference(losses_of(entrants[reference]), losses_of(entrants[name]))
-        if not apart <= LOSS_TOLERANCE:
+        if not apart <= tolerance:
             entrants[name].leave(
                 Outcome.DISAGREED,
                 f"its losses are up to {apart:.3g} nats from those of {reference}: it trains something else",
@@ -412,8 +417,8 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
 def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     """The rivals, ratios to them and the bound, for people."""
     yield FigureTable(
-        f"{found['model']} model, {found['parameters'] / 1e6:.0f} M parameters, {found['tokens_per_step_count']} tokens a "
-        f"step, {found['rounds']} rounds of {found['steps']} steps",
+        f"{found['model']} model, {found['parameters'] / 1e6:.0f} M parameters in {found['compute_dtype']}, "
+        f"{found['tokens_per_step_count']} tokens a step, {found['rounds']} rounds of {found['steps']} steps",
         {
             "": "title",
             "outcome": "outcome",
@@ -429,7 +434,7 @@ def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
         found["rivals"],
     )
     yield (
-        f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within {LOSS_TOLERANCE:g} "
+        f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within {found['loss_tolerance']:g} "
         "nats they agree"
     )
     columns = {

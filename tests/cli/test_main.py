@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,6 +117,39 @@ def test_a_warning_is_one_line(tmp_path: Path) -> None:
         "main.main()"
     )
     assert process(code, tmp_path).stderr == "tierstore: warning: not the same\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "before", "after"),
+    [
+        ("train", None, "glibc.malloc.tcache_count=0"),
+        ("train", "glibc.malloc.mxfast=64", "glibc.malloc.mxfast=64:glibc.malloc.tcache_count=0"),
+        ("train", "glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"),
+        ("generate", None, "None"),
+        ("--help", None, "None"),
+    ],
+)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator has this cache")
+def test_commands_with_long_passes_run_without_the_thread_cache(
+    command: str, before: str | None, after: str, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys; from tierstore.cli import main;"
+        "main.cli.main = lambda: print(os.environ.get('GLIBC_TUNABLES'), *sys.argv[1:]); main.main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    if before is not None:
+        environment["GLIBC_TUNABLES"] = before
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, "a b", "--x"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"{after} {command} a b --x\n"
 
 
 def test_an_interrupt_is_130() -> None:

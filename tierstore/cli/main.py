@@ -27,9 +27,10 @@ DONE, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 _WHOLE = 1000  # a length limit in characters that cuts no summary
 
-#: Commands whose OpenMP workers keep spinning between passes, which are so short that waking them costs more than spinning
-#: takes from the engine: on 2 cores, decoding a 1.5 B model token by token took 1.2 to 1.6 times as long without it.
-_SPINNING = ("generate", "serve")
+#: Commands whose passes are short. Their OpenMP workers keep spinning between passes, since waking them costs more than
+#: spinning takes from the engine: on 2 cores, decoding a 1.5 B model token by token took 1.2 to 1.6 times as long without
+#: it. They keep glibc's per-thread cache (``disable_thread_cache``), without which they decode some 5% slower.
+_SHORT_PASSES = ("generate", "serve")
 
 #: By command: the module that defines it, and its summary in ``tierstore --help``.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -125,8 +126,7 @@ class LazyGroup(CommandGroup):
             sys.stdout, io.TextIOWrapper
         ):  # file names need not be UTF-8; stderr escapes them already
             sys.stdout.reconfigure(errors="backslashreplace")
-        words = sys.argv[1:] if args is None else args
-        if next((word for word in words if not word.startswith("-")), "") not in _SPINNING:
+        if _command(sys.argv[1:] if args is None else args) not in _SHORT_PASSES:
             # Set before torch is imported: by default OpenMP's idle workers spin on cores that the engine needs.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         try:
@@ -226,8 +226,35 @@ def _show_warning(show: Callable[..., None]) -> Callable[..., None]:
     return one_line
 
 
+def _command(words: Sequence[str]) -> str:
+    return next((word for word in words if not word.startswith("-")), "")
+
+
+def disable_thread_cache() -> None:
+    """Restarts the process with glibc's per-thread cache of freed memory off, unless the environment sets its size.
+
+    With the cache, the memory of tensors fragments: torch aligns each tensor, glibc cuts off up to 96 bytes at its ends and
+    keeps them in the cache, where they never merge with their neighbours again, so that a tensor of the same size does not
+    fit where one was freed. Measured in a model of 139 M parameters: the heap grew from 400 to 900 MiB in 40 steps and went
+    on; without the cache it stays at 436 MiB, and steps take as long. glibc reads the setting only when a process starts.
+    """
+    tunables, name = os.environ.get("GLIBC_TUNABLES", ""), "glibc.malloc.tcache_count"
+    try:
+        glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
+    except ValueError:  # another C library
+        glibc = False
+    if not glibc or name in tunables:
+        return
+    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (tunables, f"{name}=0")))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main() -> NoReturn:
     """The entry point of the console script."""
+    if _command(sys.argv[1:]) in COMMANDS.keys() - {*_SHORT_PASSES}:
+        disable_thread_cache()
     warnings.showwarning = _show_warning(warnings.showwarning)
     cli.main()
 
