@@ -14,6 +14,7 @@ from generation_race import GenerationRace
 from training_race import TrainingRace
 
 from tierstore.cli.bench import benchmark_command
+from tierstore.cli.main import disable_thread_cache
 from tierstore.errors import TierstoreError
 
 
@@ -27,6 +28,7 @@ race.add_command(benchmark_command("generate", GenerationRace))
 
 
 if __name__ == "__main__":
+    disable_thread_cache()  # for every rival: tierstore train runs without it
     try:
         sys.exit(race(standalone_mode=False))
     except click.ClickException as error:
