@@ -434,8 +434,8 @@ def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
         found["rivals"],
     )
     yield (
-        f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within {found['loss_tolerance']:g} "
-        "nats they agree"
+        f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within "
+        f"{found['loss_tolerance']:g} nats they agree"
     )
     columns = {
         "tierstore /": "rival",

@@ -15,13 +15,13 @@ from refusals import refuses
 from tierstore import machine
 from tierstore.errors import BudgetError
 from tierstore.machine import (
+    NO_THREAD_CACHE,
     Memory,
     MemoryAccount,
     allowed_bytes,
     cgroup_limit_bytes,
     peak_resident_bytes,
     resident_bytes,
-    working_bytes,
 )
 
 
@@ -150,7 +150,16 @@ def test_memory_is_measured() -> None:
     assert peak_resident_bytes() >= len(held)
     child = run_python("from tierstore.machine import peak_resident_bytes; print(peak_resident_bytes())")
     assert int(child.stdout) < len(held), "what its parent held is not its own"
-    assert working_bytes(400) - working_bytes(0) == 240
+
+
+@pytest.mark.parametrize(("tunables", "gaps"), [(NO_THREAD_CACHE, 120), ("glibc.malloc.tcache_count=7", 240)])
+def test_gaps_are_those_of_the_allocator_that_the_process_began_with(tunables: str, gaps: int) -> None:
+    code = (
+        "import os; from tierstore.machine import working_bytes; os.environ['GLIBC_TUNABLES'] = 'later';"
+        "print(working_bytes(400) - working_bytes(0))"
+    )
+    child = run_python(code, GLIBC_TUNABLES=tunables)
+    assert int(child.stdout) == gaps
 
 
 def test_the_space_that_directories_hold_may_be_taken_again(
