@@ -30,7 +30,7 @@ _POOL_BYTES = 48 << 20
 #: What the allocator keeps between blocks in use, of activations for a backward pass: others leave gaps of other sizes
 #: (measured: 0.18 to 0.42 after 5 to 10 passes, 0.47 to 0.82 after 40 to 60).
 _GAPS = 0.6
-#: The share of the memory that is available which a process takes if it is not told how much.
+#: The share of the available memory that a process takes by default.
 _SHARE = 0.8
 
 
@@ -142,7 +142,7 @@ def bytes_on_disk(directory: Path) -> int:
 
 def require_space(directories: Sequence[Path], nbytes: int, what: str) -> None:
     """Raises OSError (ENOSPC), naming the first of ``directories``, if ``what`` need more than their file systems have free;
-    directories need not exist, and what they hold already may be taken again.
+    directories need not exist; the space of their present content counts as free, since it is reused.
     """
     places = [existing_parent(directory) for directory in directories]
     free = sum({place.stat().st_dev: disk(place).free_bytes for place in places}.values())
