@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 class SimulationResult(TypedDict):
     """Counts after the warm-up; ``step_*`` by step in the order of steps, ``layer_*`` by layer (or empty).
 
-    ``event_*`` are by event, empty unless asked for.
+    ``event_*`` are by event, empty unless requested (``Detail.EVENTS``).
     """
 
     requests: int
@@ -41,7 +41,7 @@ class SimulationResult(TypedDict):
 class StackDistances(TypedDict):
     """LRU at every capacity c: misses = cold + the sum of ``depths[c + 1:]``, evictions written ``write_backs[c]``.
 
-    ``cold``: asked for the first time. ``largest_event``: capacities below it split an atomic event, and there
+    ``cold``: first requests of entries. ``largest_event``: capacities below it split an atomic event, and there
     the counts do not hold. ``depths`` [entries + 1]: requests that found their entry at this depth, from 1.
     ``write_backs`` [entries + 1], or empty without ``writes``.
     """
@@ -665,7 +665,7 @@ class TorchProducts:
         Columns that a kernel of tierstore adds up at a time in a product in bf16, to have torch's bits.
 
         0 where torch computes it: more rows than a few, another shape than whole tiles, or a processor without AVX512_BF16. For
-        the threads that the caller has now; torch is asked the first time.
+        the threads that the caller has now; a trial determines them at the first call.
         """
 
     def count_chosen(
@@ -720,13 +720,13 @@ class Link:
     """
     A link of ``bandwidth`` (bytes a second) and ``latency`` (seconds) whose transfers follow one another.
 
-    A transfer that is asked for at ``now`` ends at ``max(now, end of the one before) + latency + nbytes /
+    A transfer that is requested at ``now`` ends at ``max(now, end of the one before) + latency + nbytes /
     bandwidth``, rounded up to a nanosecond. ValueError unless the bandwidth is positive and the latency finite
     and not negative.
 
     With a ``burst`` (bytes) it is a token bucket: time unused is credit, at most the burst, and a transfer for
-    which there is credit ends at once. A hold that nobody waits for ends only when half of the burst is there
-    again.
+    which there is credit ends at once. A hold that no caller waits for ends only when half of the burst is
+    available again.
     """
 
     def __init__(self, bandwidth: float = float("inf"), latency: float = 0.0, burst: float = 0.0) -> None: ...
@@ -736,7 +736,7 @@ class Link:
     def latency(self) -> float: ...
     def reserve(self, nbytes: int, now_ns: int | None = None) -> int:
         """
-        The end of a transfer asked for now, in ns of CLOCK_MONOTONIC. Whoever transfers waits until then.
+        The end of a transfer requested now, in ns of CLOCK_MONOTONIC. The caller must wait until then.
         """
 
     def level(self, now_ns: int | None = None) -> float:
@@ -746,7 +746,7 @@ class Link:
     @property
     def blocked_ns(self) -> int:
         """
-        Time in which somebody waited for at least one hold that this link alone kept from ending.
+        Time in which callers waited for at least one hold that only this link delayed.
         """
 
     def stats(self) -> dict[str, Any]:
@@ -761,7 +761,7 @@ class Engine:
     """
     Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
 
-    An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError
+    A failed operation fails all that follow it with the same error, which each waiter gets: OSError
     with errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a
     ValueError at once. After a failed write or sync no later one is tried (``poisoned``).
 
@@ -943,10 +943,10 @@ class Engine:
         priority: Priority = Priority.DEMAND,
     ) -> int:
         """
-        Done at the end of a transfer of ``nbytes`` on ``link`` that is asked for when ``after`` is done.
+        Done at the end of a transfer of ``nbytes`` on ``link`` that is requested when ``after`` is done.
 
-        It moves nothing: it stands beside the operation that does, and a barrier joins the two. The link serves in
-        order of asking, whatever the priorities. Cancelled, it keeps its turn on the link.
+        It moves nothing: it runs in parallel to the operation that does, and a barrier joins the two. The link serves in
+        order of requests, whatever the priorities. Cancelled, it keeps its turn on the link.
         """
 
     def complete_external(self, ticket: int, error: str = "") -> None:
@@ -963,11 +963,11 @@ class Engine:
         """Waits for each in turn; raises the first error met."""
 
     def done(self, ticket: int) -> bool:
-        """Whether it has finished, well or not."""
+        """Whether it has finished, with or without failure."""
 
     def cancel(self, ticket: int) -> bool:
         """
-        Takes back an operation that has not started; it and what follows it fail with CancelledError.
+        Cancels an operation that has not started; it and what follows it fail with CancelledError.
         """
 
     def promote(self, ticket: int) -> None:
@@ -1122,7 +1122,7 @@ def beta_for_half_life(half_life: float, interval: float) -> float:
     """
 
 class HitCounts:
-    """Hits: needed and resident when asked for. Misses: needed and read."""
+    """Hits: needed and resident when requested. Misses: needed and read."""
 
     @property
     def hits(self) -> int: ...
@@ -1188,7 +1188,7 @@ class EntryState:
     def pins(self) -> int: ...
 
 class ResidencyObserver:
-    """Sees what a residency core is asked."""
+    """Receives the calls of a residency core."""
 
 class EventBuffer(ResidencyObserver):
     """
@@ -1237,11 +1237,11 @@ class Residency:
     ) -> None: ...
     def observe(self, observer: ResidencyObserver | None) -> None:
         """
-        From now on ``observer`` sees what the core is asked; None: nobody does. Before there are records.
+        From now on ``observer`` receives the core's calls; None: no observer. Call it before there are records.
         """
 
     def start_at(self, step: int) -> None:
-        """Numbers the steps from ``step`` on. Before anything else is asked."""
+        """Numbers the steps from ``step`` on. Call it first."""
 
     def add_record(
         self, layer: int, group_frames: Sequence[int], group_bytes: Sequence[int], stored_mask: int
@@ -1441,7 +1441,7 @@ class Replay:
 
 class Contract(enum.Enum):
     """
-    How an event's entries are asked for: as one set none of which evicts another, or one after
+    How an event's entries are requested: as one set none of which evicts another, or one after
     another.
     """
 

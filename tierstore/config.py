@@ -336,7 +336,7 @@ def _read(
 
 
 def _table_name(info: FieldInfo, item: str, *, origin: str = "") -> str:
-    """The dotted name of the table ``item`` of ``info``; as a key of the values it says that the table exists."""
+    """The dotted name of the table ``item`` of ``info``; as a key among the values it records that the table exists."""
     if not _TABLE_NAME.fullmatch(item):
         raise ConfigError(f"{origin}{info.name}: expected names of letters, digits, - and _, got {item!r}")
     return f"{info.name}.{item}"

@@ -33,7 +33,7 @@ _POOL_BYTES = 48 << 20
 _GAPS, _GAPS_WITH_CACHE = 0.3, 0.6
 #: Of ``GLIBC_TUNABLES``: no thread keeps freed memory of its own.
 NO_THREAD_CACHE = "glibc.malloc.tcache_count=0"
-#: The share of the memory that is available which a process takes if it is not told how much.
+#: The share of the available memory that a process takes by default.
 _SHARE = 0.8
 
 
@@ -145,7 +145,7 @@ def bytes_on_disk(directory: Path) -> int:
 
 def require_space(directories: Sequence[Path], nbytes: int, what: str) -> None:
     """Raises OSError (ENOSPC), naming the first of ``directories``, if ``what`` need more than their file systems have free;
-    directories need not exist, and what they hold already may be taken again.
+    directories need not exist; the space of their present content counts as free, since it is reused.
     """
     places = [existing_parent(directory) for directory in directories]
     free = sum({place.stat().st_dev: disk(place).free_bytes for place in places}.values())

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import TypeAlias, TypeVar
 
 K = TypeVar("K")
-#: Called with the amount done and the total.
+#: Called with the amount done and the total amount.
 OnProgress: TypeAlias = Callable[[int, int], None]
 
 

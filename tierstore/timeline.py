@@ -88,7 +88,7 @@ class TimelineSink(AbstractContextManager["TimelineSink"]):
         """
 
     def now(self, stream: torch.Stream | None = None) -> Moment:
-        """For ``add``: the time, or on a followed device the end of what ``stream`` (None: the current one) has to do."""
+        """A time for ``add``: now, or on a followed device when ``stream`` (None: the current one) has done its work."""
         return 0
 
     def span(self, track: Track, name: str, args: Args | None = None) -> AbstractContextManager[None]:

@@ -62,7 +62,7 @@ bool equal(const T& self, nb::handle other) {
 
 void bind_stats(nb::module_& m) {
     nb::class_<HitCounts>(m, "HitCounts",
-                          "Hits: needed and resident when asked for. Misses: needed and read.")
+                          "Hits: needed and resident when requested. Misses: needed and read.")
         .def_ro("hits", &HitCounts::hits)
         .def_ro("misses", &HitCounts::misses)
         .def("__eq__", &equal<HitCounts>, nb::sig("def __eq__(self, other: object) -> bool"))
@@ -166,7 +166,7 @@ void bind_cache(nb::module_& m) {
         .def_ro("held", &EntryState::held)
         .def_ro("pins", &EntryState::pins);
 
-    nb::class_<ResidencyObserver>(m, "ResidencyObserver", "Sees what a residency core is asked.");
+    nb::class_<ResidencyObserver>(m, "ResidencyObserver", "Receives the calls of a residency core.");
     nb::class_<EventBuffer, ResidencyObserver>(
         m, "EventBuffer",
         R"(Buffers events as columns and gives them to ``sink`` when there are ``rows`` of them.
@@ -230,11 +230,11 @@ follows, with nothing changed.)")
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
             "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST,
             "clock"_a = StepClock::STEPS)
-        .def("observe", &Residency::observe, "observer"_a.none(),
-             "From now on ``observer`` sees what the core is asked; None: nobody does. Before there are "
-             "records.")
-        .def("start_at", &Residency::start_at, "step"_a,
-             "Numbers the steps from ``step`` on. Before anything else is asked.")
+        .def(
+            "observe", &Residency::observe, "observer"_a.none(),
+            "From now on ``observer`` receives the core's calls; None: no observer. Call it before there are "
+            "records.")
+        .def("start_at", &Residency::start_at, "step"_a, "Numbers the steps from ``step`` on. Call it first.")
         .def(
             "add_record",
             [](Residency& self, std::uint32_t layer, const std::array<std::uint32_t, kGroups>& frames,

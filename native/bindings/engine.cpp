@@ -267,10 +267,10 @@ void bind_waiting(nb::class_<Engine>& engine) {
                Priority priority) { return self.hold(link.ptr, {after, priority}, {activity, nbytes}); },
             "link"_a, "nbytes"_a, "activity"_a = Activity::Other, nb::kw_only(), "after"_a = nb::make_tuple(),
             "priority"_a = Priority::Demand,
-            R"(Done at the end of a transfer of ``nbytes`` on ``link`` that is asked for when ``after`` is done.
+            R"(Done at the end of a transfer of ``nbytes`` on ``link`` that is requested when ``after`` is done.
 
-It moves nothing: it stands beside the operation that does, and a barrier joins the two. The link serves in
-order of asking, whatever the priorities. Cancelled, it keeps its turn on the link.)")
+It moves nothing: it runs in parallel to the operation that does, and a barrier joins the two. The link serves in
+order of requests, whatever the priorities. Cancelled, it keeps its turn on the link.)")
         .def("complete_external", &Engine::complete_external, "ticket"_a, "error"_a = "",
              "Ends an external operation; with an ``error`` it fails (RuntimeError).")
         .def(
@@ -284,9 +284,9 @@ order of asking, whatever the priorities. Cancelled, it keeps its turn on the li
 May be called again, and late: very old failures are raised as ResultForgotten.)")
         .def("wait_all", wait_all, "tickets"_a, "timeout_s"_a = nb::none(),
              "Waits for each in turn; raises the first error met.")
-        .def("done", &Engine::done, "ticket"_a, "Whether it has finished, well or not.")
+        .def("done", &Engine::done, "ticket"_a, "Whether it has finished, with or without failure.")
         .def("cancel", &Engine::cancel, "ticket"_a,
-             "Takes back an operation that has not started; it and what follows it fail with CancelledError.")
+             "Cancels an operation that has not started; it and what follows it fail with CancelledError.")
         .def("promote", &Engine::promote, "ticket"_a,
              "Makes it, and what it waits for, as urgent as a demanded one.")
         .def("event_fd", &Engine::event_fd,
@@ -301,13 +301,13 @@ void bind_link(nb::module_& m) {
         m, "Link",
         R"(A link of ``bandwidth`` (bytes a second) and ``latency`` (seconds) whose transfers follow one another.
 
-A transfer that is asked for at ``now`` ends at ``max(now, end of the one before) + latency + nbytes /
+A transfer that is requested at ``now`` ends at ``max(now, end of the one before) + latency + nbytes /
 bandwidth``, rounded up to a nanosecond. ValueError unless the bandwidth is positive and the latency finite
 and not negative.
 
 With a ``burst`` (bytes) it is a token bucket: time unused is credit, at most the burst, and a transfer for
-which there is credit ends at once. A hold that nobody waits for ends only when half of the burst is there
-again.)")
+which there is credit ends at once. A hold that no caller waits for ends only when half of the burst is
+available again.)")
         .def(
             "__init__",
             [](HeldLink* self, double bandwidth, double latency, double burst) {
@@ -322,7 +322,7 @@ again.)")
                 return self.ptr->reserve(nbytes, now_ns ? *now_ns : monotonic_ns()).end_ns;
             },
             "nbytes"_a, "now_ns"_a = nb::none(),
-            "The end of a transfer asked for now, in ns of CLOCK_MONOTONIC. Whoever transfers waits until "
+            "The end of a transfer requested now, in ns of CLOCK_MONOTONIC. The caller must wait until "
             "then.")
         .def(
             "level",
@@ -338,7 +338,7 @@ again.)")
             "nbytes"_a, "now_ns"_a = nb::none())
         .def_prop_ro(
             "blocked_ns", [](const HeldLink& self) { return self.ptr->blocked_ns(monotonic_ns()); },
-            "Time in which somebody waited for at least one hold that this link alone kept from ending.")
+            "Time in which callers waited for at least one hold that only this link delayed.")
         .def(
             "stats",
             [](const HeldLink& self) {
@@ -384,7 +384,7 @@ void bind_engine(nb::module_& m) {
         m, "Engine",
         R"(Background operations. Each method returns a ticket at once; ``after`` names earlier tickets only.
 
-An operation that fails, fails all that follow it with the same error, and whoever waits gets it: OSError
+A failed operation fails all that follow it with the same error, which each waiter gets: OSError
 with errno and path, ChecksumMismatch, CancelledError, EngineClosed. Arguments that cannot work are a
 ValueError at once. After a failed write or sync no later one is tried (``poisoned``).
 

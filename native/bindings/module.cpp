@@ -1,4 +1,4 @@
-// tierstore._native: one bind_* function a room, each in its own translation unit.
+// tierstore._native: one bind_* function for each file of this directory.
 #include "native/bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {

@@ -125,7 +125,7 @@ void bind_sim(nb::module_& m) {
 
     nb::enum_<Contract>(
         m, "Contract",
-        "How an event's entries are asked for: as one set none of which evicts another, or one after\n"
+        "How an event's entries are requested: as one set none of which evicts another, or one after\n"
         "another.")
         .value("ATOMIC", Contract::ATOMIC)
         .value("SEQUENTIAL", Contract::SEQUENTIAL);

@@ -111,7 +111,7 @@ contiguous, which the caller keeps where they are. On the caller's torch threads
             R"(Columns that a kernel of tierstore adds up at a time in a product in bf16, to have torch's bits.
 
 0 where torch computes it: more rows than a few, another shape than whole tiles, or a processor without AVX512_BF16. For
-the threads that the caller has now; torch is asked the first time.)")
+the threads that the caller has now; a trial determines them at the first call.)")
         .def(
             "count_chosen", count_chosen, "bf16"_a, "rows"_a, "k"_a, "now"_a, "added"_a, "weight"_a,
             "top_k"_a, "counts"_a.noconvert(),

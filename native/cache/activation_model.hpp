@@ -23,10 +23,8 @@ struct ActivationOptions {
 // What the early layers use almost identifies the token, so later tokens and later layers follow from it; most of the
 // information is there (docs/RESULTS.md). Vectors, V and w are learned by gradient steps on the log loss whenever the
 // requests of a layer are known; w by Adagrad (Duchi et al. 2011).
-// says what it was asked for; w by Adagrad (Duchi et al. 2011).
 // All in float, in one fixed order, without randomness: the same calls give the same numbers.
 // With n places in a layer and k used by a sequence, a pass costs O(n kRank + k kRank L) per sequence.
-// With n places in a layer and k used by a sequence, a pass costs O(n kRank + k kRank L) for each sequence.
 class ActivationModel {
 public:
     static constexpr std::size_t kSequences = 8;

@@ -1,4 +1,4 @@
-// Residency's second half: evictions for what comes, holds for what may come.
+// The half of Residency that makes room: evictions for demanded entries, holds for prefetched ones.
 #include "native/cache/residency.hpp"
 
 namespace tierstore {
@@ -9,7 +9,7 @@ void Residency::tell_policy(Domain& domain, EntryId entry) {
 }
 
 void Residency::pin_entry(Domain& domain, EntryId entry) {
-    // A hold has served its purpose when its entry is asked for. The policy hears of it in request().
+    // A hold ends when its entry is requested. The policy learns of the request in request().
     if (held(entry)) unhold(entry);
     if (pins(entry) == 0) domain.pinned += frames_[entry];
     if (busy_[entry] == 0) domain.busy += frames_[entry];
@@ -23,7 +23,7 @@ void Residency::unpin_entry(EntryId entry) {
     if (busy_[entry] == 0) domain.busy -= frames_[entry];
 }
 
-// No longer resident, whatever its backing copy.
+// Makes the entry non-resident. Its backing copy, if any, stays.
 void Residency::leave(Domain& domain, EntryId entry) {
     if (held(entry)) unhold(entry);
     if ((flags_[entry] & FRESH) != 0) stats_.wasted_prefetch_bytes += bytes_[entry];
@@ -62,7 +62,7 @@ bool Residency::make_room(Domain& domain, std::uint64_t frames, Decided& decided
     return domain.used + frames <= domain.limit;
 }
 
-// What is demanded goes before what was guessed: the newest holds are given up first.
+// Demanded entries come before guessed ones: releases holds, the newest first.
 void Residency::cancel_holds_for(Domain& domain, std::uint64_t frames, Decided& decided) {
     for (std::size_t at = holds_.size(); at-- > 0 && domain.used + frames > domain.limit;) {
         if (at >= holds_.size()) continue;  // eviction swept the end of the list
@@ -100,7 +100,7 @@ bool Residency::hold(Domain& domain, EntryId entry, Decided& decided) {
         if ((flags_[entry] & STORED) == 0) return true;  // nothing to read ahead
         const std::uint32_t frames = frames_[entry];
         if (fresh_held_frames_ + frames > options_.lookahead_frames) return false;
-        // Looks before it evicts: a guess that does not fit must cost nothing.
+        // Checks before it evicts: a guess that does not fit must evict nothing.
         if (domain.busy + frames > domain.limit) return false;
         domain.policy->miss(entry);
         make_room(domain, frames, decided);
@@ -142,7 +142,7 @@ void Residency::release_holds() {
     for (const EntryId entry : released) {
         if (entry == kNobody) continue;
         release(entry);
-        // Nobody has asked for it; from now on it can be a victim, so the policy must know of it.
+        // It was never requested. From now on it can be a victim, so the policy must know it.
         if ((flags_[entry] & KNOWN) == 0) tell_policy(domain_of(entry), entry);
     }
     fresh_held_frames_ = 0;

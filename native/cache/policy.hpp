@@ -59,7 +59,7 @@ public:
     // Called before any other call about the entry: it may be requested.
     virtual void add(EntryId entry, const EntryInfo& info) { (void)entry, (void)info; }
     // Only for a policy that needs the program's schedule: each access as it begins (with layer scope, every layer's
-    // policy is told of all accesses).
+    // policy receives all accesses).
     virtual bool follows_accesses() const { return false; }
     virtual void access(const AccessInfo& info) { (void)info; }
 

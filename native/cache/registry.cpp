@@ -1,4 +1,4 @@
-// The policies there are, by name: an explicit table.
+// The table of all policies, by name.
 #include <cmath>
 #include <sstream>
 #include <stdexcept>

@@ -60,7 +60,8 @@ void Residency::start_at(std::uint32_t step) {
     step_ = step;
 }
 
-// Units that ended are one event, told before what follows; those that end with their group go without saying.
+// Reports the units that have ended as one event, before the next event. Units that end with their group are implied
+// by its end and not reported.
 void Residency::tell_observer(Event event) {
     if (access_open_ && event.kind != EventKind::ACCESS) event.at = 2 * groups_begun_ + (group_open_ ? 0 : 1);
     if (!ended_.empty()) {
@@ -365,7 +366,7 @@ void Residency::finish(std::uint32_t record, std::uint16_t unit, Decided& decide
         const std::uint32_t group = entry % kGroupStride;
         if ((unit >> (kDirtyShift + group) & 1) != 0) flags_[entry] |= DIRTY;
         unpin_entry(entry);
-        // Someone who holds another pin uses it still.
+        // Another pin means that the entry is still in use: its last unpin drops it.
         if ((unit >> (kDropShift + group) & 1) != 0 && pins(entry) == 0) drop_entry(entry, decided);
     });
 }

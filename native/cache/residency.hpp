@@ -11,7 +11,7 @@
 //   KEPT      one pin is keep()'s            keep                                 release
 //   on hold   for a coming access            prefetch, next_group (later groups)  its request, cancel_prefetch, end_step
 //   FRESH     prefetched, not requested yet  prefetch, next_group (later groups)  its request
-//   KNOWN     the policy was told of it      its request, or the end of its hold  eviction, drop
+//   KNOWN     the policy knows it            its request, or the end of its hold  eviction, drop
 //
 // Pinned entries and those on hold are *busy*: no policy may evict them. If a demanded group would not fit, the newest
 // holds are evicted all the same. Leaving memory, by eviction or drop, clears everything but STORED. A DeviceCache
@@ -267,7 +267,7 @@ private:
 
     ResidencyOptions options_;
     std::shared_ptr<ResidencyObserver> observer_;
-    std::vector<std::uint32_t> ended_;  // units of the open group that the observer has not been told of
+    std::vector<std::uint32_t> ended_;  // units of the open group that are not reported to the observer yet
     std::uint32_t step_ = 0;
     std::vector<Domain> domains_;
     // By entry.

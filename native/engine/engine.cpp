@@ -36,7 +36,7 @@ Engine::Engine(const EngineOptions& options) : failed_(options.failures) {
 Engine::~Engine() {
     close();
     if (getpid() != owner_) {
-        // A forked child that ends: the threads are its parent's, and there is nobody to join.
+        // In a forked child: the threads belong to the parent, so there are none to join.
         (void)timer_.release();
         (void)backend_.release();
         (void)pool_.release();
@@ -304,8 +304,8 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
     const uint64_t now = monotonic_ns();
     record(operation, now - result.service_ns, now);
     if (Meter* meter = operation.transfer.file->meter.get(); meter && operation.kind != Kind::Punch) {
-        // A sync counts as time without bytes: where writes end in the page cache, it is what moves them. A hole moves
-        // nothing, and a drive is no slower for those that it is told to make.
+        // A sync counts as time without bytes: it moves what writes have left in the page cache. A punch does not count: it
+        // moves nothing, and would make the drive look slower.
         if (operation.kind == Kind::Read) meter->read(moved, now - result.service_ns, now);
         else meter->wrote(operation.kind == Kind::Write ? moved : 0, now - result.service_ns, now);
     }
@@ -339,7 +339,7 @@ void Engine::on_time(Ticket ticket) {
     Remains remains;
     std::lock_guard lock(mutex_);
     const Operation* operation = find(ticket);
-    if (!operation) return;  // taken back meanwhile
+    if (!operation) return;  // cancelled meanwhile
     record(*operation, operation->slot.start_ns, operation->slot.end_ns);
     finish(ticket, nullptr, remains);
 }
@@ -348,7 +348,8 @@ void Engine::record(const Operation& operation, uint64_t start_ns, uint64_t end_
     spans_.add({operation.label, operation.kind == Kind::Hold, operation.ticket, start_ns, end_ns});
 }
 
-// Ends an operation, and with it, one after another, what fails or becomes ready (and ends at once) by that.
+// Ends an operation, and then, one after another, each follower that fails because of it, or that becomes ready and
+// ends at once.
 void Engine::finish(Ticket ticket, FailurePtr failure, Remains& remains) {
     std::deque<std::pair<Ticket, FailurePtr>> ending;
     std::vector<Ticket> ready;
@@ -412,7 +413,7 @@ void Engine::complete_external(Ticket ticket, const std::string& error) {
     }
 }
 
-// ---- waiting and taking back
+// ---- waiting and cancelling
 
 bool Engine::wait(Ticket ticket, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
@@ -473,7 +474,7 @@ void Engine::promote_locked(Ticket ticket) {
     }
 }
 
-// Somebody waits for its turn, which may come earlier by that: of two timers the later finds it finished.
+// A caller waits for the turn, so it may end earlier: a second timer is set. Whichever fires later finds it finished.
 void Engine::hold_urgently(Operation& operation) {
     const uint64_t now = monotonic_ns();
     if (operation.slot.end_ns > now) {

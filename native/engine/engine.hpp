@@ -93,7 +93,7 @@ public:
     // of its turn there, never before. Nothing is moved: it runs in parallel to the operation that moves the bytes,
     // after the same tickets, and a barrier joins the two. The link serves in order of requests, whatever the
     // priorities. If cancelled, it keeps its turn: what a real link has begun to send is sent. On a link with a burst
-    // it finishes later if nobody waits for it (see Link).
+    // it finishes later if no caller waits for it (see Link).
     Ticket hold(std::shared_ptr<Link> link, Order order, Label label);
     // Done when complete_external() was called and all that it follows is done: for events outside the engine.
     Ticket external(Order order);
@@ -152,7 +152,7 @@ private:
         FailurePtr inherited;        // of the first failed ticket that it follows
         std::shared_ptr<Link> link;  // Hold
         Link::Slot slot = {};        // Hold: its turn, reserved when it is queued
-        bool blocking = false;       // Hold: somebody waits, and only the link delays it
+        bool blocking = false;       // Hold: a caller waits, and only the link delays it
         Label label;
         size_t nbytes = 0;
         bool in_backend = false;

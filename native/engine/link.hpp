@@ -12,14 +12,14 @@ namespace tierstore {
 // later, and takes latency + nbytes / bandwidth. Nothing is moved or waited for here. Thread-safe.
 //
 // With a burst it is a token bucket: unused time is credit, at most the time of `burst_bytes`, and a transfer with
-// enough credit ends at once. One that nobody waits for leaves half of the burst to those that are waited for: it ends
+// enough credit ends at once. One that no caller waits for leaves half of the burst to those that are waited for: it ends
 // later, when half is available again.
 class Link {
 public:
     struct Slot {
         uint64_t start_ns;  // of CLOCK_MONOTONIC
         uint64_t end_ns;
-        uint64_t patient_end_ns;  // if nobody waits for it
+        uint64_t patient_end_ns;  // if no caller waits for it
     };
 
     // Bytes a second (infinity: no limit) and seconds. Throws std::invalid_argument unless the bandwidth is positive

@@ -107,7 +107,7 @@ void File::allocate(uint64_t offset, uint64_t nbytes) const {
     } while (rc != 0 && errno == EINTR);
     if (rc == 0) return;
     const int err = errno;
-    // ext4 allocates what it can before it finds that the rest is not there: give it back.
+    // ext4 allocates what it can before it fails: free these blocks.
     if (size() > before) (void)!ftruncate(file->buffered_fd, static_cast<off_t>(before));
     throw SyscallError(err, "fallocate of " + std::to_string(nbytes) + " bytes", path_);
 }

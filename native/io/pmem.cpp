@@ -43,7 +43,7 @@ private:
 
     ssize_t read(const Chunk& chunk) const {
         const MappedPtr mapped = map(chunk.file(), chunk.offset() + asked(chunk));
-        if (!mapped) return 0;  // the end of the file lies before
+        if (!mapped) return 0;  // beyond the end of the file
         std::byte* at = mapped->data() + chunk.offset();
         if (const int err = populate_pages(at, asked(chunk), Touch::Read)) return -err;
         size_t moved = 0;
@@ -57,13 +57,13 @@ private:
     ssize_t write(const Chunk& chunk) const {
         const OpenFile& file = chunk.file();
         const size_t nbytes = asked(chunk);
-        // A store to a page without a block would be a SIGBUS where the file system is full; most have theirs, and
-        // then this is one short system call.
+        // On a full file system a store to a page without a block would be a SIGBUS: reserve the blocks first. Most
+        // pages have theirs, and then this is one short system call.
         if (fallocate(file.buffered_fd, 0, static_cast<off_t>(chunk.offset()), static_cast<off_t>(nbytes)) !=
             0)
             return -errno;
         const MappedPtr mapped = map(file, chunk.offset() + nbytes);
-        if (!mapped) return -EIO;  // cut short by somebody else
+        if (!mapped) return -EIO;  // truncated by another process
         std::byte* at = mapped->data() + chunk.offset();
         if (const int err = populate_pages(at, nbytes, Touch::Write)) return -err;
         size_t moved = 0;

@@ -100,7 +100,7 @@ void EventLog::append(uint8_t event, uint64_t id, uint64_t offset, const std::st
         const ssize_t n = ::write(fd_, record.data() + at, record.size() - at);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) {
-            // A log with a hole proves nothing, and a completion has nobody to throw to.
+            // An incomplete log proves nothing, and an exception thrown in a completion would reach no caller.
             const std::string message = "tierstore: event log " + path_ + ": " + std::strerror(errno) + "\n";
             (void)!::write(2, message.data(), message.size());
             std::abort();

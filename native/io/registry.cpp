@@ -1,4 +1,4 @@
-// The I/O backends there are: the one place that makes them.
+// Makes the I/O backends: the one place that knows them all.
 #include <stdexcept>
 #include <string>
 

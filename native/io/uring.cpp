@@ -118,15 +118,15 @@ private:
             }
             ring_.let_go();
         } catch (const std::exception& error) {
-            // The ring refuses to be used: what is in flight can neither be waited for nor given up, for the
-            // kernel may still write into its memory.
+            // The ring fails: operations in flight can be neither waited for nor abandoned, since the kernel
+            // may still write to their memory.
             std::fprintf(stderr, "tierstore: %s\n", error.what());
             std::abort();
         }
     }
 
-    // An operation that does nothing goes through the ring: what may set one up may still not enter it (a
-    // seccomp filter). Throws SyscallError, with nothing in flight.
+    // Sends an operation that does nothing through the ring: a seccomp filter may allow setting a ring up but not
+    // entering it. Throws SyscallError, with nothing in flight.
     void start() {
         ring_.enable();
         ring_.require(
@@ -138,7 +138,7 @@ private:
             if (completion.result < 0) throw SyscallError(-completion.result, "a NOP in the io_uring");
     }
 
-    // Prepares what may start, and the wake. False when there is nothing left to do for good.
+    // Prepares the chunks that may start, and the wake. False after close(), once no request is left.
     bool fill() {
         {
             std::lock_guard lock(mutex_);

@@ -23,7 +23,7 @@
 namespace tierstore {
 namespace {
 
-// Populating more than there is would wake the OOM killer rather than fail: ask first.
+// Populating more memory than is available would start the OOM killer instead of failing: check first.
 size_t available_bytes() {
     std::ifstream meminfo("/proc/meminfo");
     std::string key, unit;
@@ -88,7 +88,7 @@ Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_
             throw SyscallError(errno, what);
         if (huge_pages == HugePages::Off) {
             madvise(data_, usable,
-                    MADV_NOHUGEPAGE);  // EINVAL where the kernel has none: then none is what we get
+                    MADV_NOHUGEPAGE);  // EINVAL where the kernel has no huge pages: then we get none
         } else if (madvise(data_, usable, MADV_HUGEPAGE) != 0 && huge_pages == HugePages::On) {
             throw SyscallError(errno, "huge pages for " + what);
         }

@@ -44,7 +44,7 @@ constexpr bool kCan = true;
 
 #else
 
-// Nothing is mapped synchronously there: whoever writes syncs.
+// Without x86-64 no mapping is synchronous: each writer syncs.
 void write_back_lines(std::byte*, size_t) {}
 void fence() {}
 constexpr bool kCan = false;

@@ -4,10 +4,10 @@
 // magnitude of a block's values, and least and most the smallest and largest of them, all arithmetic in fp32, each
 // operation rounded separately, r rounding half to even:
 //
-//   Int8  scale = m / 127; code = r(w / scale), from -127 to 127; its value is code * scale. One byte per code.   Int4
-// scale = (most - least) / 15; code = r((w - least) / scale), from 0 to 15; its value is code * scale + least.
-// Two codes per byte: byte i of 16 holds value i of 32 in its low half and value 16 + i in its high half. A block
-// has two numbers: (scale, least).
+//   Int8  scale = m / 127; code = r(w / scale), from -127 to 127; its value is code * scale. One byte per code.
+//   Int4  scale = (most - least) / 15; code = r((w - least) / scale), from 0 to 15; its value is code * scale + least.
+//         Two codes per byte: byte i of 16 holds value i of 32 in its low half and value 16 + i in its high half. A
+//         block has two numbers: (scale, least).
 //
 // A scale below the smallest normal number is 0, and so are its codes. Reasons: with 8 bits, absmax has an error of
 // 0.6% of the weights' spread. With 4 bits at 0.625 bytes a weight, (scale, least) per 64 has 7.8%, a signed scale per

@@ -47,7 +47,7 @@ private:
 
     void run_set(std::size_t event, std::uint64_t begin, std::uint64_t end) {
         found_.largest_event = std::max(found_.largest_event, end - begin);
-        // All depths are those of the moment when the set is asked for.
+        // All depths are those before the set's own requests.
         for (std::uint64_t at = begin; at < end; ++at) {
             if (at + kAhead < requests_.entries.size()) stack_.prefetch(requests_.entries[at + kAhead]);
             const EntryId entry = requests_.entries[at];

@@ -19,7 +19,7 @@ struct Shared {
     std::size_t n, k, parts_each, parts;
     std::atomic<std::size_t> next{0};
 
-    // A part is taken while the one before is computed, so that its memory can be asked for.
+    // A part is taken while the one before is computed, so that its memory can be prefetched.
     void take_parts() {
         std::size_t part = next.fetch_add(1, std::memory_order_relaxed);
         while (part < parts) {

@@ -44,7 +44,7 @@ inline __m512i two_columns(const std::uint16_t* x) {
     return _mm512_set1_epi32(pair);
 }
 
-// One block of rows of w, times `rows` rows of x. `next`: as much memory, to be asked for meanwhile.
+// One block of rows of w, times `rows` rows of x. `next`: as much memory, to be prefetched meanwhile.
 template <int rows>
 void multiply(const FewRowsProduct& p, std::size_t n, std::size_t k, const std::uint16_t* x,
               const std::uint16_t* w, std::uint16_t* out, const std::uint16_t* next) {

@@ -87,7 +87,7 @@ std::size_t TorchProducts::run(std::int64_t rows, std::int64_t n, std::int64_t k
         n % few_rows_block != 0 || k < 1 || k % few_rows_columns != 0) {
         return 0;
     }
-    // Held while torch is asked: others would ask it the same.
+    // Held during the trial, which other threads would only repeat.
     const std::lock_guard lock(mutex_);
     const auto [at, is_new] = runs_.try_emplace({max_threads_(), rows, n, k}, 0);
     if (is_new) {
@@ -98,7 +98,7 @@ std::size_t TorchProducts::run(std::int64_t rows, std::int64_t n, std::int64_t k
             at->second = find_run(static_cast<std::size_t>(rows), static_cast<std::size_t>(n),
                                   static_cast<std::size_t>(k), torch);
         } catch (const SyscallError&) {
-            // No memory to ask with: torch computes such products itself.
+            // No memory for the trial: torch computes such products.
         }
     }
     return at->second;

@@ -169,7 +169,7 @@ def test_a_directory_of_somebody_else_is_left_alone(config: DeployConfig, stages
     other = config.target.with_name("out.partial")
     other.mkdir()
     (other / "mine").touch()
-    with pytest.raises(FileExistsError, match="something else is there"):
+    with pytest.raises(FileExistsError, match="but it exists and is not theirs"):
         deploy(config, stages=stages)
     with pytest.raises(StoreMissingError, match="no deployment found"):
         stage_records(config.target)

@@ -239,7 +239,9 @@ def test_an_import_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "m", "olmoe", torch.bfloat16)
     with pytest.raises(Stop):
         import_model(tmp_path / "m", tmp_path / "s", ImportOptions(commit_bytes=1), progress=stop)
-    with pytest.raises(StoreFormatError, match="the import was cut short; the same tierstore import goes on"):
+    with pytest.raises(
+        StoreFormatError, match="the import was cut short; run the same tierstore import again"
+    ):
         export(tmp_path / "s", tmp_path / "out")
     imported(tmp_path / "m", tmp_path / "s")
     export(tmp_path / "s", tmp_path / "out")

@@ -218,11 +218,11 @@ def test_targets_that_are_refused(tmp_path: Path) -> None:
         ):
             pass
     (tmp_path / "file.partial").touch()
-    with pytest.raises(FileExistsError, match="something is there"), new_directory(tmp_path / "file", 0):
+    with pytest.raises(FileExistsError, match="but it exists"), new_directory(tmp_path / "file", 0):
         pass
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "thesis.txt").write_text("x")
-    with pytest.raises(FileExistsError, match="something is there"), new_directory(tmp_path / "mine", 0):
+    with pytest.raises(FileExistsError, match="but it exists"), new_directory(tmp_path / "mine", 0):
         pass
     assert (tmp_path / "mine.partial" / "thesis.txt").exists()
 

@@ -104,7 +104,9 @@ def test_killed_after_so_many_records(after: int, source: Path, wanted: int, tmp
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     there = _records(tmp_path / "s")
     assert 0 <= there <= after
-    with pytest.raises(StoreFormatError, match="the import was cut short; the same tierstore import goes on"):
+    with pytest.raises(
+        StoreFormatError, match="the import was cut short; run the same tierstore import again"
+    ):
         agree(tmp_path / "s", Opening.RESUME, _alone())
     report = import_model(source, tmp_path / "s", _OPTIONS)
     assert report.skipped == there

@@ -51,7 +51,7 @@ def test_a_restarted_job_goes_on_with_the_import_that_it_took_up(model: Path, tm
             take(parts, attempt)
             Stepper(parts).commit()
     other = replace(job, job_store=Mesh.alone(RankEnvironment(), torch.device("cpu")).job_store)
-    refused = pytest.raises(StoreExistsError, match="--resume goes on with it")
+    refused = pytest.raises(StoreExistsError, match="--resume continues its run")
     with refused, open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL, mesh=other):
         pass
 
@@ -65,7 +65,7 @@ def test_a_run_that_has_begun_is_not_taken_for_an_import(model: Path, tmp_path: 
         take(parts, 0)
         parts.dense.save(parts.store, parts.store.history.applied)
         parts.store.committer.commit({STATE_KEY: parts.state.pack()}, keep=Keep.PREVIOUS)
-    refused = pytest.raises(StoreExistsError, match="--resume goes on with it")
+    refused = pytest.raises(StoreExistsError, match="--resume continues its run")
     with refused, open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL):
         pass
 

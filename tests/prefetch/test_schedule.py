@@ -288,10 +288,10 @@ def test_passes_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match="before the step"):
         queue.enter(0, F)
     queue.begin(training=True)
-    with pytest.raises(RuntimeError, match="forward of b begins where the schedule has forward of a"):
+    with pytest.raises(RuntimeError, match="forward of b begins, but forward of a is next in the schedule"):
         queue.enter(1, F)
     queue.enter(0, F)
-    with pytest.raises(RuntimeError, match="going on"):
+    with pytest.raises(RuntimeError, match="has not ended"):
         queue.enter(1, F)
     with pytest.raises(RuntimeError, match="has not begun"):
         queue.leave(1, F)

@@ -203,7 +203,7 @@ class HostCache:
         return taken
 
     def unpin(self, records: npt.NDArray[np.uint32], flags: npt.NDArray[np.uint16]) -> None:
-        """Release the pins that ``residency.pin`` of the same arguments, in an open access, kept beyond its end."""
+        """Release the pins beyond the end of an access that ``residency.pin`` has set in it, with the same arguments."""
         self._execute(self.residency.unpin(records, flags), Priority.WRITE_BACK)
 
     @property

@@ -119,7 +119,7 @@ class GradientExchange:
         self._ends = {0, len(slices) - 1}
         sizes = [unit.layout.exchanged_numel for unit in slices]
         between = [size for unit, size in enumerate(sizes) if unit not in self._ends]
-        #: What sums are queued on, and their copies to slices on the host; None where slices are on ``device``.
+        #: The stream of sums and of their copies to slices on the host; None if slices are on ``device``.
         self._downloads: torch.Stream | None = None
         if has_own_memory(device) and not any(has_own_memory(unit.gradient.device) for unit in slices):
             self._downloads = torch.Stream(device)

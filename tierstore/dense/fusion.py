@@ -43,7 +43,7 @@ class FusionBuffer:
             yield
             return
         if self._copied is not None and not self._copied.query():
-            self._copied.synchronize()  # it is read from until then
+            self._copied.synchronize()  # the last copy still reads the staging memory
         with following(stream):
             yield
             self._copied = reached(stream.device)
@@ -56,7 +56,7 @@ class FusionBuffer:
         own.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """The current stream goes on when what was copied is there."""
+        """Makes the current stream wait for the copies."""
         if self._copied is not None:
             torch.accelerator.current_stream(self.memory.device).wait_event(self._copied)
 
@@ -90,7 +90,7 @@ class FusionPool:
         """``on_host``: the slices are not on ``device``."""
         copies = gather_copies(ranks, device.type)
         staged = on_host and has_own_memory(device)
-        #: What copies of slices, and their gathers, are queued on; None: where everything is.
+        #: The stream of the slices' copies and their gathers; None: the current one.
         self.uploads = torch.Stream(device) if staged else None
 
         def make(nbytes: int) -> FusionBuffer:

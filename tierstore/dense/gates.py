@@ -156,7 +156,7 @@ class Gates:
 
     def _begin_block(self, unit: int, block: nn.Module, arguments: tuple[Any, ...]) -> None:
         if self._driver is not None or self._next >= 0 or self._in_backward:
-            return  # computed again
+            return  # a recomputation
         self._enter(unit, Phase.FORWARD)
         if unit == 1:
             self._watch(arguments[0], 0)

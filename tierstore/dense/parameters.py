@@ -387,7 +387,7 @@ def load_frozen(
 
 
 class GatherOnDemand:
-    """The listener without lookahead: gathers a group when its pass begins, releases it when the pass ends. With
+    """A listener without lookahead: gathers a group when its pass begins, and releases it when the pass ends. With
     ``Reshard.AFTER_BACKWARD`` blocks stay gathered from their forward to their backward pass.
     """
 

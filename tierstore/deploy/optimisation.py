@@ -41,7 +41,7 @@ from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.units import format_bytes
 
 _PROBED_TOKENS = 32
-#: What stands in for the paper's stages, for the records that the user reads.
+#: Notes in the stages' records on what replaces the paper's own stages.
 _NO_STATIC_GRAPH = (
     "in place of a static graph (SE-MoE, 3.1): the server compiles dense blocks with torch.compile on request"
 )

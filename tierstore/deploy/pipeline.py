@@ -214,7 +214,9 @@ def stage_records(directory: Path) -> tuple[StageRecord, ...]:
 def _working(root: Path) -> Iterator[None]:
     """Locks the directory of all stages against other processes. Raises OSError, StoreInUseError."""
     if root.exists() and not (root / MARKER).exists() and any(root.iterdir()):
-        raise OSError(errno.EEXIST, "needed for the stages, and something else is there", str(root))
+        raise OSError(
+            errno.EEXIST, "this name is needed for the stages, but it exists and is not theirs", str(root)
+        )
     root.mkdir(parents=True, exist_ok=True)
     with building(root):
         (root / MARKER).touch()

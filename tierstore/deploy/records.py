@@ -208,7 +208,7 @@ def read_json(path: Path, kind: type[T], what: str) -> T | None:
 @dataclass(frozen=True, kw_only=True)
 class StageOutput:
     """The output of a stage. ``store``: the model's store from here on. ``checks``: values that a later verification must
-    find again; ``figures``: the stage's measurements. Without a store of its own, it passes the previous stage's on.
+    find again; ``figures``: the stage's measurements. A stage that writes no store returns the previous stage's.
     """
 
     store: Path | None = None

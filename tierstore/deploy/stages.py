@@ -290,7 +290,7 @@ def segment(context: StageContext) -> StageOutput:
     placement, spec = context.config.placement, imported_spec(context.input_store)
     ranks = placement.ranks
     check_ranks(ranks, spec.experts)
-    # Of a rank: dense parameters are whole on each, and each has its part of a layer's experts.
+    # Bytes of one rank: each has the whole dense parameters, and its part of a layer's experts.
     blocks = [(dense, -(-experts // ranks)) for dense, experts in block_bytes(spec)]
     sizes = [sum(block) for block in blocks]
     available = placement.memory if placement.memory is not None else memory().usable_bytes // ranks

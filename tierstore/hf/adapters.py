@@ -80,7 +80,7 @@ class Adapter(ABC):
             merge_pair(self.shape, torch.from_numpy(weights), self.expert_pair(layer, expert))
 
     def dense(self, name: str, weights: Floats) -> None:
-        """The same for dense parameter ``name``, where attention has a pair on it."""
+        """The same for dense parameter ``name``, if attention has a pair for it."""
         pair = self._by_name.get(name)
         if pair is None:
             return

@@ -3,10 +3,10 @@
 ``Trainer`` steps the dense parameters that it sees. Here it sees no gradients: they are in the store's slices, and
 ``TieredOptimizer.step`` steps dense parameters and experts together, clipped together. The callback does the rest:
 
-* ``on_pre_optimizer_step``, ``on_optimizer_step``: the open step is taken once; one that a scaler skipped is given up.
-* ``on_substep_end``: a pass of a step has ended, and the step goes on.
-* ``on_save``: the store commits, when the files of the checkpoint are written. They hold no weights, but where the store
-  stood: ``train(resume_from_checkpoint=...)`` compares, and goes on from the store's last commit.
+* ``on_pre_optimizer_step``, ``on_optimizer_step``: the open step is taken once; one that a scaler skipped is abandoned.
+* ``on_substep_end``: a pass of a step has ended, and others follow.
+* ``on_save``: the store commits after the files of the checkpoint are written. They hold no weights, only the store's
+  identity and step: ``train(resume_from_checkpoint=...)`` compares these, and continues from the store's last commit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierstore.train.stepping import StepError
 class TieredCallback(TrainerCallback):
     """Goes with ``Trainer(tiered.model, optimizers=(optimizer, None), callbacks=[TieredCallback(tiered, optimizer)])``.
 
-    Clipping is the optimizer's: ``max_grad_norm`` of the training arguments must say the same (0 for None). Raises
-    StepError where it does not, and where the arguments ask for what a store cannot do.
+    The optimizer clips: ``max_grad_norm`` of the training arguments must equal its own (0 stands for None). Raises StepError
+    if it does not, and for arguments that a store cannot carry out.
     """
 
     def __init__(self, tiered: TieredModel, optimizer: TieredOptimizer) -> None:

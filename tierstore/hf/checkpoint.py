@@ -2,8 +2,8 @@
 
 A safetensors file is 8 bytes with the length of a JSON header, the header, and the values of all tensors, one after
 another without gaps. Headers are read here, not by the package ``safetensors``, so that single tensors and rows of them
-are read past the page cache, into memory that is there already. Nothing in a header is trusted before it is checked:
-files come from the internet.
+are read past the page cache, into memory allocated before. Nothing in a header is trusted before it is checked: files come
+from the internet.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class TensorReader:
                 return self._fill_buffered(path, memory, offset, wanted)
             got += count
             if count == 0 or (direct and count % ALIGNMENT):
-                break  # the end of the file: what follows it is not wanted
+                break  # the end of the file; bytes beyond it were not requested
         return got
 
     def _fill_buffered(self, path: Path, memory: memoryview, offset: int, wanted: int) -> int:

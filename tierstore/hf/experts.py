@@ -61,7 +61,7 @@ class ExpertLoads:
         self.by_layer, self.mask_T = {}, None if mask_BT is None else mask_BT.flatten()
 
     def counted(self, expert_TK: Tensor, padding: int) -> Tensor:
-        """``expert_TK``, with ``padding`` as the experts of what belongs to no token."""
+        """``expert_TK``, with ``padding`` as the expert of each assignment of padding."""
         return expert_TK if self.mask_T is None else expert_TK.masked_fill(~self.mask_T.unsqueeze(1), padding)
 
     def all(self) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ class ExpertLayer:
         which waits for the device here alone. Raises ValueError for an expert that is none of them.
         """
         experts = self.experts
-        # In one more place: those of padding, and experts that there are not.
+        # One more count: assignments of padding, and of experts that do not exist.
         each_TK = expert_TK.clamp(max=experts)
         own_N = counted_N = count_experts(each_TK.reshape(-1), experts + 1)
         if (counted_TK := self._loads.counted(each_TK, experts)) is not each_TK:
@@ -373,8 +373,8 @@ def balance_loss(counts: Tensor, probability_E: Tensor) -> Tensor:
 
 
 def balance_loss_later(counts: Tensor, probability_E: Tensor) -> Tensor:
-    """The same for layers before others, whose ``counts`` will be there when the backward pass begins: a zero until then
-    (not finite where a probability is not), with the gradient of the loss.
+    """The same for the layers of a stage before the last, whose ``counts`` are known when the backward pass begins: a zero
+    until then (not finite if a probability is not), with the gradient of the loss.
     """
     apply: Any = _Later.apply
     later: Tensor = apply(probability_E, counts)

@@ -206,12 +206,12 @@ def import_model(
         job = _Import(opened, plan, options, account, progress)
         job.begin()
         if mesh.world.rank == 0:
-            if not opened.keys:  # such files were left beside the ranks' stores by another import
+            if not opened.keys:  # files that another import left beside the ranks' stores
                 shutil.rmtree(store / MODEL_DIRECTORY, ignore_errors=True)
             _write_model_files(store, source, plan, reader)
         weights = WeightReader(plan.checkpoint.tensors, reader)
         job.run(weights)
-        mesh.world.barrier()  # the files exist before any rank calls itself complete
+        mesh.world.barrier()  # the files exist before any rank's import is marked complete
         job.complete(_read_buffers(plan.manifest, weights))
         job.report.direct_reason = reader.direct_reason
     job.report.elapsed_s = time.monotonic() - start
@@ -355,8 +355,8 @@ def _check_ranks(state: ImportState, mesh: Mesh) -> None:
 
 
 def _check_stores(store: Path, state: ImportState, mesh: Mesh) -> None:
-    """Raises StoreExistsError, StoreInUseError or StoreFormatError on all ranks unless each can begin a store, or go on
-    with its own; a collective.
+    """Raises StoreExistsError, StoreInUseError or StoreFormatError on all ranks unless each can begin a store, or continue
+    its own; a collective.
     """
     problem: TierstoreError | None = None
     try:

@@ -88,7 +88,7 @@ def cut_module(loaded: LoadedModule, layers: range) -> LoadedModule:
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a decoder layer, or the embedding, of another stage."""
+    """A placeholder for a decoder layer, or the embedding, of another stage."""
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         return hidden_states

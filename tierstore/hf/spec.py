@@ -1,4 +1,4 @@
-"""The specification of a transformers model, made of its manifest; the memory that it takes, estimated from its dense
+"""The specification of a transformers model, made from its manifest; the memory that it takes, estimated from its dense
 parameters' shapes; and the model of a store or a directory.
 
 Parameters are recognised by their names in memory, which transformers' decoders share. Imports neither torch nor

@@ -87,7 +87,7 @@ class HfStage(HfModel):
         return StagePass(stream, self._before_the_last(aux_loss), torch.cat([counts, self._drawn]), told)
 
     def _before_the_last(self, aux_loss: Tensor) -> ModelOutput:
-        """The losses of a stage without a head: its objective is ``aux_loss`` times its weight."""
+        """The losses of a stage without a head: its objective is the weighted ``aux_loss``."""
         zero = torch.zeros_like(aux_loss)
         return ModelOutput(None, aux_loss, zero, self._aux_loss.weight * aux_loss, self.loads.all(), None)
 

@@ -221,7 +221,7 @@ class TieredModel:
 
     @property
     def watch(self) -> PassWatch:
-        """Where the loop stands."""
+        """The watch of the loop's passes."""
         return self._watch
 
     def open_step(self, lr: float, *, max_grad_norm: float | None, backward_passes: int | None) -> TieredStep:

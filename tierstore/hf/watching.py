@@ -5,7 +5,7 @@ forward pass is an evaluation, allowed at any time except between the two. A cal
 anything is computed, so that a faulty loop gets an error rather than wrong results. Modules have no hook for the end of a
 backward pass: it is handled at the loop's next call, when autograd has recorded whether the pass was complete.
 
-What would leave the experts out, or step parameters twice, raises too, and goes on to when the store is closed:
+Actions that would leave out the experts, or step parameters twice, raise too, until the store is closed:
 
 * ``save_pretrained``, ``push_to_hub`` and ``state_dict``, of the model or a part of it, would give only the dense part, as
   it is in memory at that moment. They are refused before a file is opened.
@@ -295,7 +295,7 @@ _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
 @contextlib.contextmanager
 def guarded(model: Any, mark: StoreMark) -> Iterator[None]:
-    """Guards ``model``, whose training stands at ``mark``."""
+    """Guards ``model``; ``mark``: the store and the step of its training."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     guards = _Guards(model, mark)
@@ -329,7 +329,7 @@ class StoreMark:
         return {_ENTRY: torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)}
 
     def load_state_dict(self, given: Mapping[str, Any]) -> None:
-        """Raises StepError unless ``given`` says that training stands where it stands."""
+        """Raises StepError unless ``given`` has the present mark of the store and its step."""
         if set(given) != {_ENTRY}:
             raise StepError(
                 f"load_state_dict: the weights of this model are in {self.store}; tierstore import loads others"
@@ -375,7 +375,7 @@ class _Guards:
         )
 
     def take_state(self, module: Any, given: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Raises StepError unless ``given`` says that training stands where it stands."""
+        """Raises StepError unless ``given`` has the present mark of the store and its step."""
         self._mark.load_state_dict({name.removeprefix(prefix): value for name, value in given.items()})
         given.clear()
 

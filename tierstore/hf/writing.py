@@ -120,7 +120,7 @@ def new_directory(target: Path, nbytes: int) -> Iterator[Path]:
         ours = partial.is_dir() and ((partial / _MARKER).exists() or not any(partial.iterdir()))
         if not ours:
             raise FileExistsError(
-                errno.EEXIST, f"needed to build {target.name}, and something is there", str(partial)
+                errno.EEXIST, f"this name is needed to build {target.name}, but it exists", str(partial)
             )
         with building(partial):
             _remove(partial)

@@ -131,7 +131,7 @@ class Attention(nn.Module):
         """``cos`` and ``sin``: of positions from 0 on; for tokens ``following`` others, of each token, (B, 1, S, C / 2)."""
         batch, positions, _ = x_BSD.shape
         qkv = F.linear(self._tensor.enter(x_BSD), self.qkv.to(x_BSD.dtype))
-        width = qkv.shape[-1] // 3  # not -1 below: a rank may have no sequence
+        width = qkv.shape[-1] // 3  # explicit, since -1 cannot be inferred for a rank without sequences
         heads = qkv.view(batch, positions, 3, self.n_heads, width // self.n_heads).permute(2, 0, 3, 1, 4)
         if following is None:
             query, key = rotate(heads[:2], cos[:positions], sin[:positions]).unbind(0)

@@ -67,8 +67,8 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """The weight of this batch's mean loss that makes the mean over all parts of the step the mean over all of the
-        step's counted targets. 1 if all parts have equally many.
+        """The factor of this batch's mean loss with which the mean over all parts of the step equals the mean over all of
+        the step's counted targets. 1 if all parts have equally many.
         """
         return self.parts * self.counted / self.step_targets if self.step_targets else 1.0
 
@@ -201,8 +201,8 @@ class DenseModel(Protocol):
         ...
 
     def made(self, output: Any) -> Tensor | None:
-        """The tensor in the module's output that the last group computed: its gradient marks the start of the backward
-        pass."""
+        """The tensor in the module's output that the last group computed. When its gradient exists, the backward pass has
+        begun."""
         ...
 
 

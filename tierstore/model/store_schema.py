@@ -132,7 +132,7 @@ class TrainState:
         if STATE_KEY not in state:
             if IMPORT_KEY in state:
                 raise StoreFormatError(
-                    f"{where}: the import was cut short; the same tierstore import goes on with it"
+                    f"{where}: the import was cut short; run the same tierstore import again to continue"
                 )
             raise StoreFormatError(
                 f"{where}: the store holds no training state, so there is nothing to resume"

@@ -90,7 +90,7 @@ class ExpertWalk(ABC):
         return [rows.send(number) for rows in self.sent]
 
     def chunks_of(self, leases: Sequence[ExpertLease], part: int) -> list[int]:
-        """The number of the chunk of each leased expert's part ``part``."""
+        """For each leased expert: the number of the chunk that has its part ``part``."""
         return [self._number[lease.expert * self.parts + part] for lease in leases]
 
     def compute(self, leases: Sequence[ExpertLease], part: int) -> None:

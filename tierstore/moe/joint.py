@@ -43,7 +43,7 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
         if len(walks) == 1:
             travel.compute(leases)
             continue
-        for lease in leases:  # one by one: the processor's caches hold it for all its users
+        for lease in leases:  # expert by expert: its weights stay in the processor's caches for all users
             for micro in users[lease.expert]:
                 travel.compute([lease], micro)
     travel.end()
@@ -70,8 +70,10 @@ class PendingExperts:
         return output
 
     def output_gradient(self, made: Tensor, gradient: Tensor | None) -> Tensor:
-        """The gradient of the output, from ``gradient`` of ``made``, which was computed from it. Keeps the graph. Once."""
-        edge, self._edge = self._edge, None  # or the graph and this would hold each other
+        """The gradient of the output, from ``gradient`` of ``made``, which was computed from it. Keeps the graph. Can
+        be called once.
+        """
+        edge, self._edge = self._edge, None  # otherwise the graph and this object would keep each other alive
         assert edge is not None
         gradients = None if gradient is None else [gradient]
         (found,) = torch.autograd.grad([made], [edge], gradients, retain_graph=True)

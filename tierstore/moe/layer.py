@@ -3,7 +3,7 @@
 Shapes: T tokens, K experts a token, N assignments, D width of the model, P what feeds the activation (2F
 or F).
 
-Experts are not parameters of this module: they come from an :class:`ExpertSource` (``tierstore.moe.computing``).
+Experts are not parameters of this module: they come from an :class:`ExpertSource` (``tierstore.moe.source``).
 Experts without a token are never requested.
 
 On several ranks (``mesh``), tokens travel to the ranks that own their experts and results travel back; every

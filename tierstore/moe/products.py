@@ -1,5 +1,5 @@
-"""Operations that torch needs many calls for, each in one (``native/torch``): products of several experts, by torch's own
-kernel, and the guesses of routers.
+"""Operations for which torch needs many calls, each in one call (``native/torch``): products of several experts, by torch's
+own kernel, and the guesses of routers.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ def in_training(source: ExpertSource) -> bool:
 def rows_to(
     source: ExpertSource, plan: Dispatch, load_RE: Tensor, mesh: Mesh | None, charge: Charge | None
 ) -> tuple[Dispatch, Rows]:
-    """The plan of the present pass over the experts of ``source``, and the way of its rows; ``mesh`` None: all experts are
-    here.
+    """The dispatch plan of the present pass over the experts of ``source``, and the exchange of its rows. ``mesh`` None: all
+    experts are on this rank.
     """
     if mesh is None:
         return plan, LocalRows(plan, plan.experts)

@@ -9,8 +9,8 @@ from pathlib import Path
 from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 
-#: ``ParallelConfig.pipeline_degree``: the run chooses, at every commit, a number of chunks of whole experts; or once, for
-#: good, a number that may divide the rows of each expert.
+#: ``ParallelConfig.pipeline_degree``: the run chooses a number of chunks of whole experts at every commit; or once and for
+#: all a number that may divide the rows of each expert.
 AUTO_DEGREE, AUTO_SPLIT = 0, -1
 #: The most parts of an expert's rows.
 MOST_PARTS = 16

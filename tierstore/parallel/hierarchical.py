@@ -125,7 +125,7 @@ class _TwoSteps(Work):
     def issue_second(self) -> None:
         self.first.wait()
         self.second = self._start()
-        del self._start  # with the rows that it holds
+        del self._start  # frees the rows that it refers to
 
     def done(self) -> bool:
         return self.second is not None and self.second.done()

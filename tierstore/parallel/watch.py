@@ -101,7 +101,7 @@ class DeathWatch:
                 os.close(descriptor)
 
     def _abort(self) -> None:
-        if self._failure is None:  # else the thread was started
+        if self._failure is None:  # otherwise the thread has been started already
             self._aborting.start()
         self._aborting.join(self._grace_s)
         if self._aborting.is_alive():
@@ -206,7 +206,7 @@ def _accept(listener: socket.socket, token: str, count: int) -> dict[int, socket
         given, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
         if given == token and rank.isdigit():
             peers[int(rank)] = _kept_alive(connection)
-        else:  # a stranger that connected to the port
+        else:  # another program connected to the port
             connection.close()
     return peers
 

@@ -147,7 +147,7 @@ class DeviceCache:
         number = self._numbers.get(record)
         if number is None or group != Group.WEIGHTS:
             return
-        # The core hears of a write of any expert: a replay with another policy may hold a copy that no slot has.
+        # The core receives the writes of all experts: a replay with another policy may hold a copy that no slot has.
         if number == self._current:
             self._copies[number].stale = True
         else:
@@ -177,7 +177,7 @@ class DeviceCache:
             self._carry_out(demanded)
             self._carry_out(ahead)
         elif len(self._following):
-            # A slot that the group no longer needs is for this pass before it is for a coming one.
+            # Slots that the group no longer needs are used for this pass first, and only then for a coming one.
             _, ahead = self.residency.prefetch(*self._pass, self._following, _flags(self._following))
             self._carry_out(ahead)
         self._current = self._numbers[record.number]

@@ -91,8 +91,8 @@ class HorizontalQueue:
         recomputing = due.phase is Phase.BACKWARD and phase is Phase.FORWARD
         if self._open or due.unit != unit or (due.phase is not phase and not recomputing):
             raise RuntimeError(
-                f"{phase.name.lower()} of {self._name(unit)} begins where the schedule has "
-                f"{due.phase.name.lower()} of {self._name(due.unit)}{' going on' if self._open else ''}"
+                f"{phase.name.lower()} of {self._name(unit)} begins, but {due.phase.name.lower()} of "
+                f"{self._name(due.unit)} {'has not ended' if self._open else 'is next in the schedule'}"
             )
         self._open, self._recomputing = True, recomputing
         if phase is not Phase.OPTIMIZER:
@@ -107,7 +107,7 @@ class HorizontalQueue:
             return
         due = self._due()
         if not self._open or (due.unit, due.phase) != (unit, phase):
-            raise RuntimeError(f"{phase.name.lower()} of {self._name(unit)} ends and has not begun")
+            raise RuntimeError(f"{phase.name.lower()} of {self._name(unit)} ends, but has not begun")
         assert self._window is not None
         movement = self._window.leave(self._position)
         self._open = False

@@ -145,9 +145,10 @@ class PassProgram(ABC):
         self._predictor = predictor
         #: Experts used in forward passes of the micro-batches under way, by ``Pass.micro`` and layer.
         self._used: dict[int, dict[int, Experts]] = {0: {}}
-        #: The current micro-batch (``Pass.micro``), and the one whose backward pass makes gradients final. None: it is
-        #: unknown, there is none, or, where passes do not interleave and each micro-batch is number 0, it is a later one.
+        #: The current micro-batch (``Pass.micro``).
         self._micro = 0
+        #: The micro-batch whose backward pass makes gradients final. None: there is none, or their number is unknown; where
+        #: passes do not interleave, so that each micro-batch is number 0, also as long as the last one has not begun.
         self._last: int | None = None
         self._training = False
         #: Counts of all forward passes so far.

@@ -98,7 +98,7 @@ class AccessWalk:
         layer, records = access.layer, self._records_of(access)
         held = self._spared(access, records)
         flags = self._host_flags(access.flags, records, held)
-        if self.slots.keeps:  # then only the slots' policy needs to know which sequences request an expert
+        if self.slots.keeps:  # then the bits of sequences are for the slots' policy only
             flags = flags & np.uint16(Need.FIRST_SEQUENCE - 1)
         asked = np.flatnonzero(flags & np.uint16(_NEEDS))
         self._host_unit = {unit: place for place, unit in enumerate(asked.tolist())}

@@ -204,7 +204,7 @@ def full_budget(
     """The host budget with which the cache holds ``share`` of all experts of a rank, in bytes."""
     count = -(-spec.experts // records.ranks) * len(spec.moe_layers)
     each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
-    # Beside the cache it leaves the most of any.
+    # With so large a budget, the part beside the cache has its largest size.
     ample = max(16 * count * each, least_budget(config, spec, records, device))
     divided = served_budgets(replace(config, host_budget=ample), spec, records, device)
     return max(round(share * count), 1) * each + ample - divided.cache + records.scratch

@@ -69,7 +69,7 @@ class LockstepPasses:
 
     def compute(self, x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
         """The experts' results for the current pass, which stops here until they are computed (``ExpertBarrier``)."""
-        # To ``run``, which goes on with the next pass, and comes back when all are here and their experts are computed.
+        # Switches to ``run``, which resumes this pass when all passes have stopped and their experts are computed.
         parent = greenlet.getcurrent().parent
         assert parent is not None
         result: Tensor = parent.switch((x_TD, weight_TK, call))
@@ -80,8 +80,8 @@ class JointPasses(LockstepPasses):
     """``LockstepPasses`` of all ranks of ``world``: each rank brings passes of its own, and in each layer their rows travel
     to the ranks of their experts, pass by pass. A rank runs ``empty``, a pass without tokens, where only others have one.
 
-    ``apart``: passes of different ranks never share a place, so that an expert computes the rows of each alone, with the
-    bits of one process. Otherwise the n-th passes of all ranks are computed together.
+    ``apart``: an expert computes the rows of each pass separately, with the bits of one process. Otherwise it computes the
+    rows of the n-th passes of all ranks together.
     """
 
     def __init__(

@@ -217,7 +217,7 @@ class Committer:
         self._check(state or {}, snapshot)
         with self._failures.poisoning(
             "a commit failed"
-        ):  # else a later one would not wait for a sync that was queued
+        ):  # otherwise a later commit would not wait for a sync that is queued already
             held = self._queue()
         if held:
             raise StoreError(

@@ -3,10 +3,10 @@
 It holds the parts of a store (records by key, slots on disk, host cache, optimizer, committer) and offers the operations
 that need several of them: accesses, optimizer steps, owner-held records, commits. One serialised caller.
 
-A record appears as: what the last commit has of it (``CommittedRecords``, the durable table, by row; ``RecordEntry``, one
-row unpacked); what is so now (``LiveIndex``, in columns; ``LiveRecord``, a handle of one row), which the next commit makes
-durable; and what users see (``RecordInfo``). ``Records`` finds live records by key and knows who holds them. ``Parts`` are
-parts of the store, not of records.
+Classes of records: ``CommittedRecords`` is the table of the last commit, and ``RecordEntry`` one of its rows, unpacked.
+``LiveIndex`` has the present state in columns, which the next commit makes durable, and ``LiveRecord`` is a handle of one
+row. ``RecordInfo`` is what users see. ``Records`` finds live records by key, and knows which the host cache holds and which
+their owners hold. ``Parts`` are the parts of the store, not of records.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights of frozen records where mappings of their files have them, without a copy in the host cache.
+"""Leases of frozen records' weights in mappings of their files, without a copy in the host cache.
 
 Behind a DAX file system the processor loads from persistent memory as from any other (AppDirect), so the CPU can compute
-with such weights in place. Mappings are read only, and the records are written once. A mapping stays until its last view has
-gone. The host cache is not asked: it gives these records no frames, and counts neither hits nor misses of them. Records that
+with such weights in place. Mappings are read only, and the records are written once. A mapping lives as long as its last
+view. The host cache takes no part: these records have no frames in it, and count as neither hits nor misses. Records that
 are trained, or in no commit yet, are read into the host cache.
 """
 
@@ -55,7 +55,7 @@ class MappedRecords:
         self.resolution = resolution
         self._failures = failures
         self._mapped: dict[int, MappedWeights] = {}
-        #: Times that weights were computed with where a mapping has them, and their bytes.
+        #: The number of leases of mapped weights, and their bytes.
         self.leases = self.leased_bytes = 0
 
     def find(self, record: LiveRecord) -> MappedWeights | None:

@@ -112,7 +112,7 @@ def create(
         try:
             home.lease = lease = stack.enter_context(DirectoryLease(directory))
         except StoreInUseError:
-            home.made = ()  # the holder's now, even while it is still empty
+            home.made = ()  # it belongs to the lease's holder, even while it is empty
             raise
         refuse_foreign(directory)  # another process may have claimed it meanwhile
         home.sync_names()
@@ -325,7 +325,7 @@ def _assemble(
     )
     stack.callback(extents.close)
     if access is StoreAccess.READ and config.clock is StepClock.LATE_ACCESSES:
-        config = replace(config, clock=StepClock.ACCESSES)  # no step is taken for certain
+        config = replace(config, clock=StepClock.ACCESSES)  # a reader takes no optimizer steps
     residency = make_residency(config, frames, frame)
     recording = None if trace is None else stack.enter_context(TraceRecorder(trace, residency))
     live = LiveIndex(extents)

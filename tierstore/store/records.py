@@ -101,8 +101,8 @@ class Records:
         )
 
     def load(self, table: CommittedRecords, history: StepHistory) -> None:
-        """Loads the records of the opened commit, in the order of their keys. A reader reads those with missed steps of
-        ``history`` whole.
+        """Loads the records of the opened commit, in the order of their keys. In a store opened to
+        read, records with missed steps in ``history`` are read whole.
         """
         self._live.load(table)
         rows = table.rows

@@ -58,9 +58,9 @@ def register_many(
     threads: int = 1,
     progress: OnProgress = lambda done, total: None,
 ) -> None:
-    """Adds ``records``; each gets its content before the next one is added. With several ``threads``
-    they make contents, and run the callables for it: one each, so that this many are in memory. ``progress`` is called
-    with the records done and in all.
+    """Adds ``records``; each gets its content before the next one is added. With several ``threads`` these make the contents
+    ahead, running the callables; one content for each thread is in memory. ``progress`` is called with the number of records
+    done and the total.
 
     Raises StoreError, ValueError and OSError (ENOSPC) with nothing changed. If a callable that makes content raises, the
     records before that one are registered; that one and the rest are not.

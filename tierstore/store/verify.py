@@ -17,8 +17,8 @@ from tierstore.store.index.table import CommittedRecords
 
 @dataclass
 class VerifyReport:
-    """The result of a verification. ``failures`` names key, section, file and commit of each mismatch. ``account``: what the
-    process was to hold, in the report of ``verify_all``.
+    """The result of a verification. ``failures`` names key, section, file and commit of each mismatch. ``account``: the
+    memory that ``verify_all`` announced; empty in other reports.
     """
 
     records: int = 0

@@ -98,7 +98,7 @@ class BoundaryStore(ABC):
 
 
 class MemoryBoundaries(BoundaryStore):
-    """Boundaries without a budget: tensors on the CPU, kept themselves, uncopied."""
+    """Boundaries without a budget: keeps the CPU tensors themselves, without copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class SlottedBoundaries(BoundaryStore):
             )
         if tensor.nbytes > self._split.slot_bytes:
             raise ValueError(
-                f"layer {layer}: a boundary of {tensor.nbytes} bytes, and {self._split.slot_bytes} were announced"
+                f"layer {layer}: a boundary of {tensor.nbytes} bytes, more than the {self._split.slot_bytes} of a slot"
             )
         self._check_keep(layer, micro)
         self._wait(number)
@@ -280,7 +280,7 @@ class SlottedBoundaries(BoundaryStore):
             target.copy_(source, non_blocking=True)
             for tensor in (source, target):
                 if has_own_memory(tensor.device):
-                    tensor.record_stream(stream)  # freed, its memory is not used again before
+                    tensor.record_stream(stream)  # memory freed earlier is not reused before the copy
 
         copied = self._copied[self._slot(number)] = self._copies.submit((), copy)
         if has_own_memory(target.device):

@@ -123,8 +123,8 @@ def _slots(
 
 
 def adds_up(config: TrainConfig, *, experts: int, replicas: int, sharing: int) -> bool:
-    """Whether a gradient slot adds up products, and so is fp32, in micro order too: those of ``replicas`` of the experts, or
-    of parts of each of a layer's ``experts``, whose rows travel between the ``sharing`` ranks of a group.
+    """Whether gradient slots hold fp32 sums in micro order too: over ``replicas`` of the experts, or over the parts into
+    which the configuration divides the rows of a layer's ``experts``, which ``sharing`` ranks share.
     """
     return replicas > 1 or config.parallel.divides_experts(experts=experts, sharing=sharing)
 

@@ -79,8 +79,8 @@ class ScheduleConfig:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
     def over(self, steps: int, width: int, began: Mapping[str, object] | None = None) -> ScheduleConfig:
-        """This schedule with what it leaves open: as in ``began``, the schedule of the run that is resumed; otherwise by the
-        ``steps`` of the run and the ``width`` of its model.
+        """This schedule with values for its fields that are None: those of ``began``, the schedule of the resumed run, else
+        derived from the ``steps`` of the run and the ``width`` of its model.
         """
         total_steps, lr = self.total_steps, self.lr
         if total_steps is None:

@@ -116,7 +116,7 @@ def _follow(config: TrainConfig, mesh: Mesh, opening: Opening, progress: OnProgr
     for path in (beside, old):
         if path.exists() and not _is_store(path):
             raise StoreExistsError(
-                f"{path}: parallel.elastic needs this path for a store, and it holds something else"
+                f"{path}: parallel.elastic needs this path for a store, but it is not a store"
             )
         # A new store that never got its name, or an old one whose successor is complete.
         shutil.rmtree(path, ignore_errors=True)

@@ -55,7 +55,7 @@ class FixedCost:
         return 0 if self.boundaries is None else self.boundaries.memory_bytes
 
     def device_bytes(self, config: TrainConfig) -> int:
-        """What of it an accelerator holds."""
+        """The bytes of these that are in an accelerator's memory."""
         return self._dense_on_device(config) + self.activations + self.pairs + self.routers
 
     def _dense_on_device(self, config: TrainConfig) -> int:

@@ -159,7 +159,7 @@ class LayerOrder:
         self._model.resume(lane.state)
         self._lane, lane.stop = lane, None
         try:
-            with torch.enable_grad():  # what it changes ends here
+            with torch.enable_grad():  # restores the mode that the pass leaves when it stops
                 lane.stop = lane.run.switch(*([] if value is None else [value]))
         finally:
             self._lane = None

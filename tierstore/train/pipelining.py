@@ -84,7 +84,7 @@ class PipelineControl:
         self._pipelining = pipelining
         self._most = most_chunks(config, mesh)
         self._owned = fewest_experts(config.model.experts, mesh.expert.size)
-        #: Whether a choice is for good, because it may change bits.
+        #: Whether a choice is permanent, because it may change bits.
         self._split = config.parallel.pipeline_degree == AUTO_SPLIT
         self._auto = "auto-split" if self._split else "auto"
         self._costs: LayerCosts | None = None
@@ -121,7 +121,7 @@ class PipelineControl:
         self._note_choice(state.position)
 
     def at_commit(self, position: int) -> list[int] | None:
-        """Chooses again, unless the choice was for good, from the counts since the last commit; a collective. Returns the
+        """Chooses again from the counts since the last commit, unless the choice is permanent; a collective. Returns the
         choice to store in this commit, after ``position`` steps.
         """
         if self._costs is None:
@@ -193,7 +193,9 @@ class PipelineControl:
         return [(priced, forward), (replace(priced, alpha_e=own.expert), backward)]
 
     def _degrees(self, forward: int, backward: int) -> PipelineDegrees:
-        """With as many parts of each expert as the larger number needs: both passes have the same, so they round alike."""
+        """The numbers of chunks, with the parts of each expert that the larger one needs: the same in both passes, so that
+        they round alike.
+        """
         return PipelineDegrees(forward, backward, -(-max(forward, backward) // self._owned))
 
     def _note_choice(self, position: int) -> None:

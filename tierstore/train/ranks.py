@@ -163,7 +163,7 @@ def _refuse_existing(store: Path, found: Sequence[_Found]) -> None:
     if not taken:
         return
     where = rank_directory(store, taken[0], len(found))
-    advice = "--resume goes on with it, --store DIR starts another"
+    advice = "--resume continues its run, --store DIR starts another"
     if len(taken) < len(found):
         advice = (
             f"only {len(taken)} of {len(found)} ranks have one, left by a run that was killed while it created them: "

@@ -198,7 +198,7 @@ def open_parts(
             layers=layers,
         )
         if setup.agreed.opening is Opening.CREATE:
-            # A store exists from its first commit on: no rank makes that commit before all have their records.
+            # A store exists from its first commit on, so no rank makes that commit before all ranks have their records.
             setup.mesh.world.barrier()
             Stepper(parts).commit()
             return_freed_memory()

@@ -11,8 +11,8 @@ void ClockPolicy::insert(EntryId entry) {
 std::uint64_t ClockPolicy::select(const Candidates& candidates, std::uint64_t frames,
                                   std::vector<EntryId>& victims) {
     std::uint64_t freed = 0;
-    // What is spared comes again as the newest with one less, so the walk meets every entry down to zero
-    // before it reaches the end; what it has named stays behind it.
+    // A spared entry becomes the newest with its counter decremented, so the walk meets it again until its counter
+    // is zero. Named entries stay behind the hand.
     for (queue_.set_hand(queue_.first()); queue_.hand() != queue_.end() && freed < frames;) {
         const EntryQueue::Position at = queue_.hand();
         const EntryId entry = queue_[at];

@@ -54,7 +54,7 @@ void LearnedUse::announce(const AccessInfo& info) {
 void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
     for (auto& used : used_) used.clear();
     const bool told = !info.requesters.empty();
-    bool goes_on = told;  // somebody from each entry, as in a step of decoding
+    bool goes_on = told;  // whether each entry was requested by a sequence, as in a step of decoding
     for (std::size_t i = 0; i < info.entries.size(); ++i) {
         const EntryId entry = info.entries[i];
         if (entry >= entries_.size() || !entries_[entry].real || entries_[entry].layer != number) continue;
@@ -70,7 +70,7 @@ void LearnedUse::pass(std::uint32_t number, const AccessInfo& info) {
     }
     told_ = told_ || goes_on;
     const std::vector<EntryId>& layer = layers_[number];
-    std::vector<double> none(layer.size(), 1.0);  // chances that nobody uses it in the next pass
+    std::vector<double> none(layer.size(), 1.0);  // chances that no sequence uses it in the next pass
     std::vector<double> never(layer.size(), 1.0);
     for (std::uint32_t sequence = 0; sequence < used_.size(); ++sequence) {
         std::vector<std::uint32_t>& used = used_[sequence];

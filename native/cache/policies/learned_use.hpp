@@ -32,8 +32,9 @@ struct LearnedUseOptions {
 // known at its beginning, evictions would hardly be better (docs/RESULTS.md), since what is not resident must be read
 // anyway.
 //
-// A sequence without a request in a whole cycle has ended: its number may be reused. Cycles do not count in which
-// nobody requests some entries of each access: those of prompts, between two tokens of the other sequences.
+// A sequence without a request in a whole cycle has ended: its number may be reused. A cycle counts only if
+// it has an access whose entries were all requested by some sequence. The others are those of prompts, between two
+// tokens of the other sequences.
 class LearnedUse final : public Policy {
 public:
     explicit LearnedUse(const LearnedUseOptions& options);

@@ -33,7 +33,7 @@ void NextUse::add(EntryId entry, const EntryInfo& info) {
     if (layer.entries.empty()) ++own_layers_;
     layer.entries.push_back(entry);
     cycle_.add_layer(info.layer);
-    if (layer.entries.size() == 1) version_ = ~cycle_.version();  // a list more, be its layer known or not
+    if (layer.entries.size() == 1) version_ = ~cycle_.version();  // one more list: all must be sorted again
     if (info.record >= record_rank_.size()) {
         record_rank_.resize(info.record + 1, 0);
         record_active_.resize(info.record + 1, 0);
@@ -211,7 +211,7 @@ void NextUse::set_pass(std::uint32_t list) {
     }
 }
 
-// The entry that the list has got to is its first.
+// Pushes the list's entry at `at`, the first one that the present choice has not taken.
 void NextUse::enter_heap(std::uint32_t number) {
     List& list = lists_[number];
     ++list.stamp;
@@ -255,7 +255,7 @@ void NextUse::touch(std::uint32_t list) {
     touched_.push_back(list);
 }
 
-// Like take_first(), of those that can go: what cannot is passed over by the present choice.
+// Like take_first(), but only of evictable entries: the present choice skips all others.
 bool NextUse::take_evictable(First& first, const Candidates& candidates) {
     while (take_first(first)) {
         List& list = lists_[first.list];

@@ -18,7 +18,7 @@ std::uint64_t Sieve::select(const Candidates& candidates, std::uint64_t frames,
     const std::size_t named = victims.size();
     std::uint64_t freed = 0;
     EntryQueue::Position behind = queue_.hand();  // the last one that it named
-    // One round clears marks, the next names whatever can go: what is left then cannot.
+    // The first round clears marks, the second names every entry that is evictable: two rounds are enough.
     for (std::uint64_t steps = 2 * std::uint64_t{queue_.size()}; steps > 0 && freed < frames; --steps) {
         go_round();
         const EntryQueue::Position at = queue_.hand();
@@ -34,7 +34,7 @@ std::uint64_t Sieve::select(const Candidates& candidates, std::uint64_t frames,
         freed += candidates.frames[entry];
         behind = at + 1;
     }
-    // Where too little can go, looking for more in vain does not move it.
+    // If too few frames can be freed, the vain search for more does not move the hand.
     queue_.set_hand(behind);
     for (std::size_t i = named; i < victims.size(); ++i) marks_[victims[i]] = kUnvisited;
     go_round();

@@ -126,9 +126,7 @@ def test_when_all_drives_are_full_it_is_said_before_anything_moves(small_disk: P
     stripe = StripeConfig(directories=(small_disk / "b",))
     with small_store(small_disk / "store", stripe=stripe) as store:
         fill(small_disk, but_blocks=40)
-        with pytest.raises(
-            OSError, match=rf"needed on any drive, and free are \d+ in {small_disk}/store, \d+ in"
-        ):
+        with pytest.raises(OSError, match=rf"needed on any drive; free: \d+ in {small_disk}/store, \d+ in"):
             store.reserve({"expert": 100})
         step_all(store, 0.1)
         assert store.commit() == 2

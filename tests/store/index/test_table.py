@@ -106,8 +106,8 @@ def test_a_table_is_the_mapping_that_it_was_made_of(
         (1, lambda whole: whole[:9], "truncated index entry"),
         (1, lambda whole: b"", "truncated index entry"),
         (0, lambda whole: b"\x03" + whole[1:], "schema 3 is unknown"),
-        (0, lambda whole: whole[:4] + b"\x02" + whole[5:], "not as its schema says"),
-        (1, lambda whole: whole[:18] + b"\x02" + whole[19:], "not as its schema says"),
+        (0, lambda whole: whole[:4] + b"\x02" + whole[5:], "does not match its schema"),
+        (1, lambda whole: whole[:18] + b"\x02" + whole[19:], "does not match its schema"),
     ],
 )
 def test_an_entry_that_is_damaged_is_named(

@@ -50,10 +50,10 @@ class Importer(Protocol):
         """The records that the chunks refer to."""
 
     def names(self) -> Iterator[str]:
-        """What the source calls each record, in order of their numbers; no line ends."""
+        """The source's names of the records, in order of their numbers; names contain no line breaks."""
 
     def columns(self) -> Mapping[str, str]:
-        """Where the source has what was read of it, in words, once a chunk has been read."""
+        """The fields or columns of the source that were read, in words; known once a chunk has been read."""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _BLOCK = 1 << 13  # rows: few enough that the garbage collector stays out of the
 _MAX_SIZE = 2**62
 _SEEN = 100  # rows that show whether the first one is a header
 _TABS = ("tab", "\\t")
-# What headers call their columns, in small letters and without blanks, dots, - and _.
+# Usual names of columns in headers, in lower case and without blanks, dots, - and _.
 _KEYS = re.compile(r"(cache)?key(id)?|id|(obj|object|item|block)(id)?|lbn")
 _SIZES = re.compile(r"(obj|object|value)?size(inbytes)?|bytes")
 _TIMES = re.compile(r"time(stamp)?|ts")
@@ -58,8 +58,8 @@ class CsvOptions(KeyOptions):
 
 
 def csv_requests(path: Path, options: CsvOptions, columns: dict[str, str]) -> Iterator[KeyRequests]:
-    """Keys and sizes of the rows, quoted where they are; ``columns`` gets which they are. Raises DataError naming the
-    line.
+    """Keys and sizes of the rows, whose cells may be quoted; ``columns`` receives which columns they are. Raises DataError
+    naming the line.
     """
     with open_text(path, options.window_log) as file:
         delimiter = _delimiter(file, options)
@@ -88,7 +88,7 @@ def csv_requests(path: Path, options: CsvOptions, columns: dict[str, str]) -> It
 
 
 def _delimiter(file: BinaryIO, options: CsvOptions) -> str:
-    """What stands between columns; leaves ``file`` where it is."""
+    """The character between columns; the position of ``file`` does not change."""
     if options.delimiter is not None:
         return "\t" if options.delimiter in _TABS else options.delimiter
     start = file.tell()
@@ -100,7 +100,9 @@ def _delimiter(file: BinaryIO, options: CsvOptions) -> str:
 def _columns(
     path: Path, options: CsvOptions, head: list[list[str]], columns: dict[str, str]
 ) -> tuple[int, int | None, bool]:
-    """Indices of key and size, and whether the first row of ``head`` is a header. ``columns`` says it in words."""
+    """Indices of key and size, and whether the first row of ``head`` is a header. ``columns`` receives them in
+    words.
+    """
     wanted = [name for name in (options.key, options.size) if name is not None]
     named = not all(_is_index(name) for name in wanted)
     index_of_key = int(options.key) - 1 if options.key is not None and _is_index(options.key) else 0
@@ -189,7 +191,7 @@ def _requests(block: list[list[str]], key: int, size: int | None) -> KeyRequests
 
 
 def _refusal(path: Path, block: list[list[str]], key: int, size: int | None, before: int) -> Exception:
-    """Which row it was; with quoted line ends its line is the nearest that is known."""
+    """The error for the first wrong row of ``block``. If quoted cells contain line breaks, its line is approximate."""
     line, row = next(
         (line, row) for line, row in enumerate(block, before + 1) if _requests([row], key, size) is None
     )

@@ -110,7 +110,7 @@ class _Fields:
     """The field of each value; the first line with a layer and experts decides."""
 
     def __init__(self, kind: str, options: JsonOptions, layer: int | None) -> None:
-        self._layer = layer  # used where no field says it
+        self._layer = layer  # if no field has it
         given = {name: getattr(options, name) for name in _NAMES}
         self._known = {name: (given[name],) if given[name] else KNOWN_FIELDS[kind][name] for name in _NAMES}
         self._required = {name for name in _NAMES if given[name]}
@@ -283,7 +283,7 @@ class _Source:
         before = self._tokens.get(line.request)
         if before is not None and line.token is not None and line.token <= before:
             return True
-        # One of several files has no other layers between whose lines a step could end.
+        # One of several files has no other layer whose lines would end a step: each line is a step.
         alone = again and line.token is None and self._merged
         return alone or (line.layer < last.layer and line.phase == FORWARD) or line.phase < last.phase
 

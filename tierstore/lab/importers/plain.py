@@ -65,8 +65,8 @@ class KeyNumbers(dict[Any, int]):
 
 
 class KeyTrace:
-    """A plain trace, read from ``path`` by ``read``, which also says where it found keys and sizes. A key's size is that of
-    its first request.
+    """A plain trace, read from ``path`` by ``read``, which also reports where it found keys and sizes. A key's size is that
+    of its first request.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KeyTrace:
         self.resized = 0  # requests whose size was not that of their key's first
 
     def chunks(self) -> Iterator[EventColumns]:
-        """One access a request, and an end for each step, also for the last that the requests do not fill."""
+        """One access for each request, and an end for each step, including an incomplete last one."""
         per_step = self._options.requests_per_step
         for keys, sizes in self._source:
             records = np.fromiter(map(self._numbers.__getitem__, keys), np.uint32, len(keys))
@@ -150,7 +150,7 @@ class KeyTrace:
 
 
 def stepped(records: NDArray[np.uint32], first: int, per_step: int) -> EventColumns:
-    """One access a record, the first of them request number ``first`` of all; a step's end every ``per_step``."""
+    """One access for each record, numbered from ``first`` on; an end of a step after every ``per_step`` requests."""
     numbers = np.arange(first, first + len(records), dtype=np.int64)
     ended_before = numbers // per_step - first // per_step
     ends_after = int((first + len(records)) // per_step - first // per_step)

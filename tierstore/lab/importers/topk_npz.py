@@ -32,7 +32,7 @@ _MAX_EXPERTS = 1 << 20
 
 
 class TopkRegime(enum.Enum):
-    """How the tokens are taken to have come."""
+    """Whether the tokens are taken as decoded or as trained on."""
 
     DECODE = "decode"
     TRAIN = "train"

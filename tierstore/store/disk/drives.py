@@ -333,7 +333,7 @@ class Drives:
             try:
                 lease = stack.enter_context(DirectoryLease(path.absolute()))
             except StoreInUseError:
-                drive.made = ()  # the holder's now, even while it is still empty
+                drive.made = ()  # it belongs to the lease's holder, even while it is empty
                 raise
             identity = self._check_free(
                 path, number, abandoned
@@ -343,7 +343,7 @@ class Drives:
         # After a power cut the lease marks any files beside it as debris.
         fsync_directory(path)
         remove_content(path)
-        if identity is not None:  # it is removed before the announced identity that names it
+        if identity is not None:  # removed before the announced identity, which names this directory
             fsync_directory(path)
 
     def _check_free(self, path: Path, number: int, abandoned: str) -> Identity | None:

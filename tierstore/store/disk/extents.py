@@ -442,9 +442,10 @@ def read_ahead(
     items: Iterable[_Item], nbytes: Callable[[_Item], int], begin: Callable[[_Item, Scratch], _Read]
 ) -> Iterator[_Read]:
     """``begin(item, scratch)`` of each item, which queues reads of ``nbytes(item)`` into memory of ``scratch``; those of the
-    next items are queued meanwhile. Before the next item the caller waits for the reads, and is done with the memory.
+    next items are queued meanwhile. Before it takes the next item, the caller must wait for the reads and
+    finish with the memory.
 
-    The memory is used again and again: all together ``_IN_FLIGHT_BYTES`` and one item's, beside what the caller keeps.
+    Memory is reused: at most ``_IN_FLIGHT_BYTES`` and one item's, in addition to what the caller keeps.
     """
     spare: list[tuple[GroupLayout, list[Buffer]]] = []  # the longest unused first
     coming: deque[tuple[_Read, int, list[tuple[GroupLayout, list[Buffer]]]]] = deque()
@@ -456,7 +457,7 @@ def read_ahead(
             if spare[number][0] == layout:
                 taken.append(spare.pop(number))
                 return taken[-1][1]
-        # Memory for other layouts stays as far as it may: their turn comes again.
+        # Memory for other layouts is kept as far as the limit allows: later items need it.
         while spare and held > _IN_FLIGHT_BYTES:
             held -= spare.pop(0)[0].slot_bytes
         taken.append((layout, scratch_buffers(layout)))

@@ -43,8 +43,9 @@ def try_lock(fd: int, kind: int, path: Path) -> bool:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         message = (
-            f"{os.strerror(error.errno or 0)}: flock failed, which keeps other processes out: the file system needs locks "
-            "(NFS needs its lock service, or the mount option local_lock=flock where no other machine uses the directory)"
+            f"{os.strerror(error.errno or 0)}: no lock (flock), without which other processes could open the store: the "
+            "file system needs locks (NFS needs its lock service, or the mount option local_lock=flock where no other "
+            "machine uses the directory)"
         )
         raise OSError(error.errno, message, str(path)) from error
     return True

@@ -162,8 +162,8 @@ class StripedExtent:
     def _raise_full(self, slots: int) -> None:
         free = ", ".join(f"{_free_bytes(drive)} in {drive.path}" for drive in self._drives)
         message = (
-            f"No space left on device: {slots * self.layout.slot_bytes} more bytes are needed on any drive, and free "
-            f"are {free}"
+            f"No space left on device: {slots * self.layout.slot_bytes} more bytes are needed on any drive; free: "
+            f"{free}"
         )
         raise _FullError(errno.ENOSPC, message, str(self.extents[0].path))
 

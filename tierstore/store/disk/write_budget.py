@@ -70,7 +70,7 @@ class WriteBudget:
         return _STATE.pack(self.level, self._clock())
 
     def unpack(self, raw: bytes) -> None:
-        """Continues from an earlier run's ``pack``; other bytes give an empty bucket."""
+        """Restores the level of an earlier run from its ``pack``; other bytes make the bucket empty."""
         level, then = _STATE.unpack(raw) if len(raw) == _STATE.size else (0.0, self._clock())
         # Written so that NaN counts as nothing.
         refilled = max(0.0, min(self._clock() - then, _BURST_S)) * self._bytes_per_s

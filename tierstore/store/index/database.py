@@ -57,7 +57,7 @@ class _Pages:
             for number, (magic, version, _, _, _, transaction) in enumerate(metas):
                 if (magic, version) != (_MAGIC, _VERSION):
                     raise self.damaged(f"page {number} is not a head")
-                # Transactions take turns with the two heads, which begin as 0 and 0.
+                # Transactions write the two heads alternately; both are of transaction 0 at first.
                 if transaction % 2 != number and transaction:
                     raise self.damaged(f"head {number} is of transaction {transaction}")
             if abs(metas[0][-1] - metas[1][-1]) > 1:
@@ -112,7 +112,7 @@ class _Pages:
         count = (lower - _HEAD.size) // 2
         expected = _LEAF if depth == 1 else _BRANCH
         if own != number or kind != expected or not _HEAD.size < lower <= upper <= _PAGE or lower % 2:
-            raise self.damaged(f"page {number} is not as its tree says")
+            raise self.damaged(f"page {number} does not match its tree")
         for offset in struct.unpack_from(f"<{count}H", self._content, start + _HEAD.size):
             if not upper <= offset <= _PAGE - _NODE.size or offset % 2:
                 raise self.damaged(f"page {number} has a node at byte {offset}")
@@ -135,7 +135,7 @@ class _Pages:
         own, _, kind, low, high = _HEAD.unpack_from(self._content, start)
         pages = low | high << 16
         if own != first or kind != _OVERFLOW or pages != -(-(nbytes + _HEAD.size) // _PAGE):
-            raise self.damaged(f"page {first} is not as its tree says")
+            raise self.damaged(f"page {first} does not match its tree")
         for number in range(first + 1, first + pages):
             self._meet(number)
         return bytes(self._content[start + _HEAD.size : start + _HEAD.size + nbytes])

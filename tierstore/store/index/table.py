@@ -105,7 +105,7 @@ class CommittedRecords(Mapping[str, RecordEntry]):
             whole = packed["head"]["groups"] == len(shape)
             for group, sections in enumerate(shape):
                 whole &= packed[f"group{group}"]["sections"] == sections
-            refuse(of[~whole], "not as its schema says")
+            refuse(of[~whole], "does not match its schema")
             for name in ("schema", "layer", "step"):
                 table._rows[name][of] = packed["head"][name]
             at = 0

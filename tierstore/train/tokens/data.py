@@ -378,7 +378,7 @@ def open_data(
     files = text_files(config)
     if first:
         made = tokenise(store, files, config, tokenizer=tokenizer, vocabulary=vocab_size, progress=progress)
-        return_freed_memory()  # so that what follows takes its place
+        return_freed_memory()  # the run takes the place of tokenising in the announced memory
         TokenFiles(made).verify()
     else:
         made = find_tokens(store, files, config, tokenizer=tokenizer)

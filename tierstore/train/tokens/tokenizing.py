@@ -121,7 +121,7 @@ class DocumentTokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template raises what it likes, of its own and of Python's
+        except Exception as error:  # templates raise exceptions of any type
             raise DataError(f"the chat template fails: {first_line(error)}") from error
         if not is_unicode(text):
             raise DataError("the chat template writes half of a surrogate pair, which is not a character")
@@ -206,7 +206,7 @@ class ChatTemplate:
             return whole, spans
         except DataError as error:
             raise DataError(f"{chat.where}: {error}") from error
-        except Exception as error:  # a template raises what it likes, of its own and of Python's
+        except Exception as error:  # templates raise exceptions of any type
             raise DataError(f"{chat.where}: the chat template fails: {first_line(error)}") from error
 
     def _answers(self, chat: Chat) -> tuple[str, list[Span]]:
