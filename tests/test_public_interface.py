@@ -33,11 +33,11 @@ MODULES = (
 
 
 def documented() -> dict[str, list[str]]:
-    """The names of each module in docs/API.md: those with an entry, and those that are described elsewhere."""
+    """The names of each module in docs/API.md: those with an entry, enumerations, and those described elsewhere."""
     sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs/API.md").read_text(), flags=re.MULTILINE)[1:]
     return {
         module: re.findall(r"^- `(\w+)`: ", text, flags=re.MULTILINE)
-        + re.findall(r"`(\w+)`", text.partition("Described elsewhere: ")[2])
+        + re.findall(r"`(\w+)`", " ".join(re.findall(r"^(?:Enumerations|Described elsewhere): [^.]*", text, re.MULTILINE)))
         for module, text in zip(sections[::2], sections[1::2], strict=True)
     }
 
@@ -45,6 +45,8 @@ def documented() -> dict[str, list[str]]:
 def test_every_public_name_is_described_once() -> None:
     page = (ROOT / "docs/API.md").read_text()
     described = re.findall(r"^- `(\w+)`: ", page, flags=re.MULTILINE)
+    for listed in re.findall(r"^Enumerations: ([^.]*)", page, flags=re.MULTILINE):
+        described += re.findall(r"`(\w+)`", listed)
     assert sorted(described) == sorted({name for names in documented().values() for name in names})
 
 
