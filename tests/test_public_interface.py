@@ -37,7 +37,10 @@ def documented() -> dict[str, list[str]]:
     sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs/API.md").read_text(), flags=re.MULTILINE)[1:]
     return {
         module: re.findall(r"^- `(\w+)`: ", text, flags=re.MULTILINE)
-        + re.findall(r"`(\w+)`", " ".join(re.findall(r"^(?:Enumerations|Described elsewhere): [^.]*", text, re.MULTILINE)))
+        + re.findall(
+            r"`(\w+)`",
+            " ".join(re.findall(r"^(?:Enumerations|Described elsewhere): [^.]*", text, re.MULTILINE)),
+        )
         for module, text in zip(sections[::2], sections[1::2], strict=True)
     }
 
