@@ -32,13 +32,29 @@ MODULES = (
 )
 
 
-def documented() -> dict[str, dict[str, str]]:
-    """The names of each module in docs/API.md, and what is said of each."""
+def documented() -> dict[str, list[str]]:
+    """The names of each module in docs/API.md: those with an entry, enumerations, and those described elsewhere."""
     sections = re.split(r"^## `([\w.]+)`$", (ROOT / "docs/API.md").read_text(), flags=re.MULTILINE)[1:]
     return {
-        module: dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", text, flags=re.MULTILINE))
+        module: re.findall(r"^- `(\w+)`: ", text, flags=re.MULTILINE)
+        + re.findall(
+            r"`(\w+)`",
+            " ".join(
+                re.findall(
+                    r"^(?:Enumerations and configurations|Described elsewhere): [^.]*", text, re.MULTILINE
+                )
+            ),
+        )
         for module, text in zip(sections[::2], sections[1::2], strict=True)
     }
+
+
+def test_every_public_name_is_described_once() -> None:
+    page = (ROOT / "docs/API.md").read_text()
+    described = re.findall(r"^- `(\w+)`: ", page, flags=re.MULTILINE)
+    for listed in re.findall(r"^Enumerations and configurations: ([^.]*)", page, flags=re.MULTILINE):
+        described += re.findall(r"`(\w+)`", listed)
+    assert sorted(described) == sorted({name for names in documented().values() for name in names})
 
 
 def test_the_documentation_lists_the_public_modules() -> None:

@@ -6,10 +6,17 @@ import dataclasses
 import enum
 import importlib.machinery
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
+import click
 import pytest
+
+from tierstore.cli.main import cli
+from tierstore.cli.options import options_json
+from tierstore.serve.config import ServeConfig
+from tierstore.train.config import TrainConfig
 
 SCRIPT = Path(__file__).parents[1] / "scripts/reference"
 
@@ -31,7 +38,25 @@ def test_the_reference_is_current(reference: ModuleType, name: str) -> None:
 
 
 def test_every_public_name_has_a_summary(reference: ModuleType) -> None:
-    assert "|  |" not in reference.pages()[reference.DOCS / "API.md"]
+    assert not re.search(r"^- `\w+`$", reference.pages()[reference.DOCS / "API.md"], re.MULTILINE)
+
+
+def test_the_reference_describes_every_option_and_key(reference: ModuleType) -> None:
+    """Those that several commands or tables have, once, and by name wherever they are."""
+    pages = reference.pages()
+    commands, keys = pages[reference.DOCS / "COMMANDS.md"], pages[reference.DOCS / "KEYS.md"]
+    sections = dict(
+        re.findall(r"^## `(tierstore [a-z ]*[a-z])(.*?)(?=^## |\Z)", commands, re.MULTILINE | re.DOTALL)
+    )
+    for context in reference.walk(click.Context(cli, info_name="tierstore")):
+        names = reference.options(context)
+        assert all(re.search(rf"`{name}[` ,]", sections[context.command_path]) for name in names)
+        assert all(re.search(rf"^- `{name}[` ,]", commands, re.MULTILINE) for name in names)
+    for config in (TrainConfig, ServeConfig):
+        for key in options_json(config):
+            table, _, name = str(key["name"]).rpartition(".")
+            assert f"- `{name}`" in keys
+            assert f"`[{table}]`" in keys or not table
 
 
 def test_a_summary_is_neither_inherited_nor_generated(reference: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -40,22 +41,30 @@ def test_the_document_has_the_table() -> None:
 
 
 def as_markdown() -> str:
-    """The table of verdicts and the table of reasons."""
+    """The table of verdicts with the numbers of their reasons, and the reasons."""
     columns = list(Feature)[1:]
+    reasons: dict[str, int] = {}
+    for one, other in combinations(Feature, 2):
+        reasons.setdefault(pairing(one, other).why, len(reasons) + 1)
     lines = ["| | " + " | ".join(feature.value for feature in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for row, one in enumerate(list(Feature)[:-1]):
-        cells = [_word(pairing(one, other)) if number >= row else "" for number, other in enumerate(columns)]
+        found = [pairing(one, other) if number >= row else None for number, other in enumerate(columns)]
+        cells = [f"{_sign(each)}{reasons[each.why]}" if each else "" for each in found]
         lines.append(f"| {one.value} | " + " | ".join(cells) + " |")
-    lines += ["", "| together | are | since |", "|---|---|---|"]
-    for one, other in combinations(Feature, 2):
-        found = pairing(one, other)
-        lines.append(f"| {one.value}, {other.value} | {_word(found)} | {found.why} |")
+    lines.append("")
+    for why, number in reasons.items():
+        start = f"{number}. "
+        lines += textwrap.wrap(start + why, 100, subsequent_indent=" " * len(start))
     return "\n".join(lines) + "\n"
 
 
-def _word(found: Pairing) -> str:
-    return f"within {found.tolerance:g}" if found.verdict is Compatibility.WITHIN else found.verdict.value
+def _sign(found: Pairing) -> str:
+    if found.verdict is Compatibility.WITHIN:
+        assert found.tolerance == 2e-5, "the document has one tolerance"
+    return {Compatibility.BIT_EQUAL: "=", Compatibility.WITHIN: "~", Compatibility.REFUSED: "refused, "}[
+        found.verdict
+    ]
 
 
 def test_what_is_refused_is_found_in_any_company() -> None:

@@ -76,9 +76,7 @@ class ParallelConfig:
     )
     exchange: ExchangeMode = field(
         default=ExchangeMode.AUTO,
-        metadata={
-            "help": "how rows reach their experts: flat, hierarchical (within nodes, then between) or auto"
-        },
+        metadata={"help": "how rows reach their experts; hierarchical: within nodes, then between"},
     )
     node_ranks: int = field(
         default=0,
@@ -88,20 +86,20 @@ class ParallelConfig:
         default=AUTO_DEGREE,
         metadata={
             "words": {"auto": AUTO_DEGREE, "auto-split": AUTO_SPLIT},
-            "help": "chunks into which the exchange of a pass is cut (PipeMoE); not pipeline stages. More than a rank has "
-            "experts, or auto-split, divide each expert's tokens, which rounds otherwise",
+            "help": "chunks of a pass's exchange (PipeMoE); more than a rank has experts, or auto-split, divide each "
+            "expert's tokens, which rounds otherwise",
         },
     )
     profile: Path | None = field(
         default=None,
         metadata={
-            "help": "profile by bench machine for an auto data.micro_order (which also takes the name of a GPU, such as "
-            "A100; none: assumed costs) and an auto pipeline_degree (none: costs probed at the start)"
+            "help": "profile of bench machine for an auto data.micro_order (or the name of a GPU; none: assumed costs) "
+            "and an auto pipeline_degree (none: probed costs)"
         },
     )
     elastic: Elastic = field(
         default=Elastic.OFF,
-        metadata={"help": "off, or reshard: a resume with a different number of ranks reshards the store"},
+        metadata={"help": "reshard: a resume with a different number of ranks reshards the store"},
     )
     timeout_s: float = field(
         default=600.0, metadata={"help": "seconds after which an unanswered collective fails"}

@@ -30,7 +30,7 @@ class RingConfig:
     """Ring memory on the device."""
 
     memory: ExpertMemory = field(
-        default=ExpertMemory.AUTO, metadata={"help": "ring (whole layers), sparse (chosen experts), or auto"}
+        default=ExpertMemory.AUTO, metadata={"help": "ring: whole layers; sparse: chosen experts"}
     )
     layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as fit in the budget)"})
     profile: Path | None = field(

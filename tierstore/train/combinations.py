@@ -71,6 +71,10 @@ def _refused(why: str) -> Pairing:
 _SUMS = "a layer's output is a sum of the ranks' parts, which rounds otherwise than one product"
 _ROWS = "the owner of a table row sums its gradients in the order of tokens, not rank by rank"
 _ASSIGNED = "the assignment of rows to ranks decides the order in which gradients are summed"
+_ORDER = "the exchange delivers the same rows in the same order"
+_WHOLE = "a chunk is a group of whole experts"
+_KEYED = "rounding depends on a record's key and step alone"
+_EXPERTS = "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
 _PIECES = "a rank's rows are cut into the same pieces with and without"
 
 _L, _C, _S, _T = Feature.LAYER_MAJOR, Feature.CHUNKS, Feature.STAGES, Feature.TENSOR
@@ -78,34 +82,34 @@ _H, _E, _K = Feature.HIERARCHICAL, Feature.EMBEDDING, Feature.TASKS
 _A, _N, _W = Feature.LORA, Feature.NARROW, Feature.WRAPPED
 
 _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
-    (_L, _C): _equal("a chunk is a group of whole experts, each leased once for all micro-batches"),
+    (_L, _C): _equal(_WHOLE),
     (_L, _S): _refused(
         "1F1B begins a micro-batch's backward pass before the next one's forward pass, and layer order takes "
         "all micro-batches of a layer at once"
     ),
     (_L, _T): _within(_SUMS),
-    (_L, _H): _equal("the exchange delivers the same rows in the same order"),
+    (_L, _H): _equal(_ORDER),
     (_L, _E): _within(_ROWS),
     (_L, _K): _equal(_PIECES),
     (_L, _A): _equal("gradients of a pair are summed in the order of micro-batches"),
-    (_L, _N): _equal("rounding depends on a record's key and step alone"),
+    (_L, _N): _equal(_KEYED),
     (_L, _W): _equal("blocks are recomputed from their inputs"),
-    (_C, _S): _equal("a chunk is a group of whole experts"),
+    (_C, _S): _equal(_WHOLE),
     (_C, _T): _within(_SUMS),
-    (_C, _H): _equal("each chunk is exchanged in two steps, which deliver the same rows"),
+    (_C, _H): _equal(_ORDER),
     (_C, _E): _within(_ROWS),
     (_C, _K): _equal(_PIECES),
-    (_C, _A): _equal("a chunk is a group of whole experts with their pairs"),
-    (_C, _N): _equal("rounding depends on a record's key and step alone"),
-    (_C, _W): _equal("a chunk is a group of whole experts"),
+    (_C, _A): _equal(_WHOLE),
+    (_C, _N): _equal(_KEYED),
+    (_C, _W): _equal(_WHOLE),
     (_S, _T): _within(_SUMS),
-    (_S, _H): _equal("the exchange is within a stage, and delivers the same rows in the same order"),
+    (_S, _H): _equal(_ORDER),
     (_S, _E): _within(_ROWS),
     (_S, _K): _refused(
         "the last stage's loss is one mean over a micro-batch, but each task has a weight of its own"
     ),
     (_S, _A): _equal("a stage has the pairs of its own blocks"),
-    (_S, _N): _equal("rounding depends on a record's key and step alone"),
+    (_S, _N): _equal(_KEYED),
     (_S, _W): _equal(
         "each stage runs the family's own code over its layers, and receives the router choices of the other stages"
     ),
@@ -115,18 +119,14 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     ),
     (_T, _E): _within(_SUMS),
     (_T, _K): _within(_SUMS),
-    (_T, _A): _equal(
-        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
-    ),
+    (_T, _A): _equal(_EXPERTS),
     (_T, _N): _within(_SUMS),
-    (_T, _W): _equal(
-        "tensor-parallel ranks of an imported model share its experts alone, and exchange whole rows"
-    ),
+    (_T, _W): _equal(_EXPERTS),
     (_H, _E): _within(_ROWS),
     (_H, _K): _equal(_PIECES),
-    (_H, _A): _equal("the exchange delivers the same rows in the same order"),
-    (_H, _N): _equal("the exchange delivers the same rows in the same order"),
-    (_H, _W): _equal("the exchange delivers the same rows in the same order"),
+    (_H, _A): _equal(_ORDER),
+    (_H, _N): _equal(_ORDER),
+    (_H, _W): _equal(_ORDER),
     (_E, _K): _refused(
         "ranks' pieces differ in tokens, but a divided table takes equally many from each, at one weight"
     ),
@@ -136,9 +136,9 @@ _TABLE: Mapping[tuple[Feature, Feature], Pairing] = {
     (_K, _A): _within(_ASSIGNED),
     (_K, _N): _within(_ASSIGNED),
     (_K, _W): _within(_ASSIGNED),
-    (_A, _N): _equal("the moments of pairs round by key and step, in every budget"),
+    (_A, _N): _equal(_KEYED),
     (_A, _W): _equal("LoRA adapts imported models only, so the pair is LoRA itself"),
-    (_N, _W): _equal("rounding depends on a record's key and step alone"),
+    (_N, _W): _equal(_KEYED),
 }
 
 

@@ -80,7 +80,7 @@ class SourceConfig:
     )
     format: DataFormat = field(
         default=DataFormat.AUTO,
-        metadata={"help": "auto, bytes, or a format to tokenise: text, jsonl, parquet"},
+        metadata={"help": "format of the files; bytes are not tokenised"},
     )
     column: str = field(
         default="",
@@ -94,7 +94,7 @@ class SourceConfig:
     )
     packing: Packing = field(
         default=Packing.AUTO,
-        metadata={"help": "how documents share a sequence: auto, documents, concatenate or separate"},
+        metadata={"help": "how documents share a sequence"},
     )
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class DataConfig(SourceConfig):
     micro_order: MicroOrder = field(
         default=MicroOrder.AUTO,
         metadata={
-            "help": "auto, micro (each micro-batch passes all layers) or layer (each layer takes all micro-batches)"
+            "help": "micro: each micro-batch passes all layers; layer: each layer takes all micro-batches"
         },
     )
     seed: int = field(default=0, metadata={"help": "seed of the order of the text"})

@@ -55,7 +55,7 @@ class TaskConfig(SourceConfig):
     )
     head: TaskHead = field(
         default=TaskHead.SHARED,
-        metadata={"help": "shared, or own: an output head that only this task trains"},
+        metadata={"help": "own: an output head that only this task trains"},
     )
 
     def __post_init__(self) -> None:
