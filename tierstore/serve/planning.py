@@ -25,6 +25,7 @@ import numpy as np
 
 from tierstore.accelerator import device_reserve
 from tierstore.cache.frames import frames_of
+from tierstore.config import check_least
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
@@ -71,9 +72,8 @@ class ServedWork:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("prompt_tokens", 1), ("context", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        check_least(self, 1, "sequences", "prompt_tokens")
+        check_least(self, 0, "context")
 
     def of(self, spec: HfSpec) -> ServedWork:
         """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""

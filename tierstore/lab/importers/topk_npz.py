@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.importers import DEFAULT_WINDOW_LOG, SourceOptions, open_source
 from tierstore.lab.routing import (
@@ -57,9 +58,7 @@ class TopkOptions(SourceOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sequences", "tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 1, "sequences", "tokens_per_step")
         if not 0 <= self.experts <= _MAX_EXPERTS:
             raise ConfigError(f"experts: expected 0 to {_MAX_EXPERTS}, got {self.experts}")
 
