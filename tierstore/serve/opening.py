@@ -43,10 +43,14 @@ from tierstore.serve.batch import BatchRunner, InvariantRunner, SequenceBits
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
 from tierstore.serve.engine import ModelCounts, Running
-from tierstore.serve.experts import ServedExperts
-from tierstore.serve.experts.cached import CachedExperts, GatedPredictor, settled_bytes
-from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
+from tierstore.serve.experts import (
+    CachedExperts,
+    GatedPredictor,
+    MemoryChooser,
+    Ring,
+    SlottedExperts,
+    settled_bytes,
+)
 from tierstore.serve.footprint import (
     ServedBudgets,
     ServedRecords,
@@ -177,7 +181,7 @@ class ServedParts:
     model: Model
     #: The source that the layers call: it leases from ``experts``, or hands calls to its ``barrier`` while it has one.
     source: ExpertSourceRef
-    experts: ServedExperts
+    experts: CachedExperts
     store: StoreCore
     ledger: StallLedger
     timeline: TimelineSink
