@@ -241,7 +241,7 @@ def test_records_may_come_at_any_time(tmp_path):
     assert replayed(path, scope="layer", layer_quotas=(2,), policy="lfu-decay").steps == 1
     requests = load_requests(path)
     assert (requests.events, len(requests.entries), requests.table.total_frames) == (3, 6, 5)
-    assert len(requests.creations.entries) == 1
+    assert len(requests.creations()[1]) == 1
 
     early = tmp_path / "early.trace"
     core = Residency(2, policy="lru")

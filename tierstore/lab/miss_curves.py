@@ -116,7 +116,7 @@ def lru_curve(
     )
     # Misses at c entries: first requests, and requests with a reuse distance above c.
     deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
-    created = len(requests.creations.since(warmup).events)
+    created = len(requests.creations(since=warmup)[0])
     warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
     distinct = _distinct(requests.entries)
     size = int(requests.table.frames[0])

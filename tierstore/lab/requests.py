@@ -150,19 +150,6 @@ class EntryTable:
         return frames
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Creations:
-    """First requests of entries without a backing copy: nothing is read, whatever the policy. In event order."""
-
-    events: NDArray[np.int64]
-    entries: NDArray[np.uint32]
-
-    def since(self, event: int) -> Creations:
-        """The first requests in ``event`` and later ones."""
-        first = int(np.searchsorted(self.events, event))
-        return Creations(self.events[first:], self.entries[first:])
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
     """A trace's requests. Event i requests ``entries[offsets[i]:offsets[i + 1]]`` at once.
@@ -272,15 +259,22 @@ class Requests:
             np.maximum.at(largest, self.layers[asked], frames)
         return largest
 
+    def creations(self, since: int = 0) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The events from ``since`` on, and entries, of first requests of entries without a backing copy: nothing is read,
+        whatever the policy.
+        """
+        events, entries = self._creations
+        first = int(np.searchsorted(events, since))
+        return events[first:], entries[first:]
+
     @cached_property
-    def creations(self) -> Creations:
-        """The requests that create their entry."""
+    def _creations(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         positions = np.flatnonzero(~self.table.stored[self.entries])
         entries, first = np.unique(self.entries[positions], return_index=True)
         order = np.argsort(first, kind="stable")
         asked = positions[first[order]].astype(np.uint64)
         events = np.searchsorted(self.offsets, asked, side="right").astype(np.int64) - 1
-        return Creations(events, entries[order])
+        return events, entries[order]
 
     @property
     def info(self) -> TraceInfo:
