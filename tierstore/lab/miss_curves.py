@@ -69,7 +69,7 @@ def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GL
     elif scope is Scope.GLOBAL:
         least = requests.table.largest_record_frames + 1
     else:
-        least = int(requests.table.least_quotas(headroom=1).sum())
+        least = int(requests.table.least_quotas.sum())
     wanted = {max(1, round(requests.table.total_frames * point / points)) for point in range(1, points + 1)}
     return sorted(frames for frames in wanted if frames >= least) or [requests.table.total_frames]
 

@@ -111,10 +111,11 @@ class EntryTable:
         """Frames of the largest record with all of its groups: what a live cache must hold at once."""
         return int(self.record_frames.max(initial=0))
 
-    def least_quotas(self, headroom: int = 0) -> NDArray[np.int64]:
+    @property
+    def least_quotas(self) -> NDArray[np.int64]:
         """The fewest frames that ``tierstore train`` accepts for each layer [layers]: the largest record of any layer,
-        and ``headroom``."""
-        return np.where(self.layer_frames > 0, self.largest_record_frames + headroom, 0)
+        and a frame of headroom."""
+        return np.where(self.layer_frames > 0, self.largest_record_frames + 1, 0)
 
     @property
     def pins(self) -> str:
