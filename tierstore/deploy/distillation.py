@@ -36,14 +36,13 @@ from tierstore.deploy.records import (
 from tierstore.deploy.stages import checked, exported, imported, product_dtype
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
-from tierstore.hf.manifest import ImportProgress, ImportState, Weights
+from tierstore.hf.importing import imported_state
+from tierstore.hf.manifest import ImportProgress, Weights
 from tierstore.hf.spec import imported_spec
 from tierstore.hf.tiered import open_model
 from tierstore.machine import MemoryAccount, bytes_on_disk
-from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY
-from tierstore.store.reading import OpenAt, read_states
 from tierstore.units import format_bytes
 
 _CALIBRATED_WINDOWS = 16
@@ -235,12 +234,8 @@ def _windows(context: StageContext) -> Windows | None:
 
 def _imported(store: Path) -> bool:
     """Whether an import to ``store`` is complete."""
-    if not (store / IDENTITY).exists():
-        return False
-    state = read_states(store, IMPORT_KEY).get(OpenAt.LAST)
-    if state is None:
-        return False
-    return ImportState.unpack(state, where=str(store)).progress is ImportProgress.COMPLETE
+    found = imported_state(store) if (store / IDENTITY).exists() else None
+    return found is not None and found.progress is ImportProgress.COMPLETE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from tierstore._native import Oversized
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.results import TraceInfo
+from tierstore.trace.files import read_chunks, read_summary
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
-from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.units import parse_size, printable
 
 SECTION_GROUPS = 3

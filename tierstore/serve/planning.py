@@ -46,7 +46,7 @@ from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, Training
 from tierstore.store.opening import cache_frames
 from tierstore.tiers.slots import DeviceKind
-from tierstore.trace.reader import read_header
+from tierstore.trace.files import read_header
 from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
 from tierstore.units import format_bytes
 

@@ -1,6 +1,6 @@
 """A trace in memory and as bytes: its records, its events in columns, their chunks, and the header.
 
-docs/TRACES.md lays out the file (versions 2 to 6). ``tierstore.trace.writer`` and ``reader`` write and read it;
+docs/TRACES.md lays out the file (versions 2 to 6). ``tierstore.trace.files`` reads and writes it;
 ``replay`` drives a residency core through it.
 """
 
