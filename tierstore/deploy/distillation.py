@@ -26,13 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tierstore.deploy.compression import LayerUse, calibrate, check_count, groups_of, write_student
-from tierstore.deploy.records import (
-    DeployConfig,
-    DistillationConfig,
-    JsonRecord,
-    StageContext,
-    StageOutput,
-)
+from tierstore.deploy.records import DeployConfig, DistillationConfig, JsonRecord, StageContext, StageOutput
 from tierstore.deploy.stages import checked, exported, imported, product_dtype
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError

@@ -19,12 +19,7 @@ from typing import Any
 
 from tierstore.deploy.compression import check_count
 from tierstore.deploy.distillation import compress, distillation_settings
-from tierstore.deploy.optimisation import (
-    conversion_settings,
-    convert,
-    optimisation_settings,
-    optimise,
-)
+from tierstore.deploy.optimisation import conversion_settings, convert, optimisation_settings, optimise
 from tierstore.deploy.records import (
     DeployConfig,
     DeployInterrupted,

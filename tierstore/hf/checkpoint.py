@@ -55,7 +55,7 @@ ITEM_BYTES: Mapping[str, int] = {
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_DIMENSIONS = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-#: Bytes that are read at once of a tensor that is copied or compared.
+#: Bytes that are read at once of a tensor that is copied or compared, and written at once.
 WINDOW_BYTES = 8 << 20
 
 

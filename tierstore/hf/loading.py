@@ -25,12 +25,7 @@ from torch import nn
 from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import model_class
-from tierstore.hf.experts import (
-    IMPLEMENTATION,
-    LoadedModule,
-    found_experts,
-    register,
-)
+from tierstore.hf.experts import IMPLEMENTATION, LoadedModule, found_experts, register
 from tierstore.hf.spec import MIXERS
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator

@@ -31,13 +31,7 @@ from tierstore.hf.experts import (
     bind,
     routers_of,
 )
-from tierstore.hf.loading import (
-    adapt,
-    build_module,
-    checkpoint_activations,
-    cut_module,
-    refuse_adapters,
-)
+from tierstore.hf.loading import adapt, build_module, checkpoint_activations, cut_module, refuse_adapters
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
 from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays

@@ -41,13 +41,7 @@ from tierstore.decision import Decision
 from tierstore.errors import BudgetError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.moe.source import ExpertLease
-from tierstore.plan.papers import (
-    ExpertMemorySizes,
-    PassFacts,
-    ServedLayers,
-    distinct_experts,
-    pass_times,
-)
+from tierstore.plan.papers import ExpertMemorySizes, PassFacts, ServedLayers, distinct_experts, pass_times
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.predictor import Counts, Predictor

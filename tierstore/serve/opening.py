@@ -75,13 +75,7 @@ from tierstore.store.format import Group
 from tierstore.store.optimizer import replay_scratch_bytes
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_summary
-from tierstore.tiers import (
-    DeviceSlots,
-    WeightLoads,
-    limited_tier,
-    open_device_tier,
-    weights_in_place,
-)
+from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier, weights_in_place
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, open_timeline
 from tierstore.train.setup import compute_deterministically, stall_spans
