@@ -52,16 +52,15 @@ from tierstore.serve.experts import (
     settled_bytes,
 )
 from tierstore.serve.footprint import (
+    ExpertBudget,
     ServedBudgets,
     ServedRecords,
     batch_bytes,
-    budget_within,
     check_memory,
     copies_weights,
     dense_parameter_bytes,
     fitted_context,
     served_account,
-    served_budgets,
 )
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
@@ -244,11 +243,11 @@ def open_served(
         allowed = memory().usable_bytes if given else allowed_bytes(config.memory)
         if not (given or config.memory):
             allowed //= mesh.environment.local_world or ranks
+        asked = ExpertBudget(config=config, spec=spec, records=stored.records, device=kind)
         if not config.host_budget:
-            host_budget = budget_within(allowed, config, spec, stored.records, kind, process=process)
-            config = replace(config, host_budget=host_budget)
-        free = _free_device_bytes(config, spec, device)
-        budgets = served_budgets(config, spec, stored.records, kind, free=free)
+            asked = asked.of(asked.within(allowed, process))
+            config = asked.config
+        budgets = asked.divided(free=_free_device_bytes(config, spec, device))
         check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=allowed)
         if config.threads:
             torch.set_num_threads(config.threads)
