@@ -97,7 +97,9 @@ def fuse(context: StageContext) -> StageOutput:
     notes: tuple[str, ...] = ()
     if not checkpoint.exists():
         notes = exported(config.store, checkpoint, context, _export_dtype(config)).notes
-    imported(checkpoint, store, context, codes=_codes_of(config))
+    # Experts are quantised as in the source, unless other weights are requested.
+    spec = None if config.compression.weights is not None else stored_spec(config.store)
+    imported(checkpoint, store, context, codes=None if spec is None else spec.expert_codes)
     checks = checked(store, context)
     shutil.rmtree(checkpoint)
     manifest = Manifest.read(store)
@@ -168,12 +170,6 @@ def source_fingerprint(store: Path) -> str:
             position = TrainState.unpack({STATE_KEY: state}, where=str(directory)).position
         digest.update(f"step {position}".encode())
     return digest.hexdigest()[:32]
-
-
-def _codes_of(config: DeployConfig) -> CodeFormat | None:
-    """The quantisation of experts: that of the source, unless other weights are requested."""
-    spec = None if config.compression.weights is not None else stored_spec(config.store)
-    return None if spec is None else spec.expert_codes
 
 
 def _export_dtype(config: DeployConfig) -> ExportDtype | None:

@@ -46,8 +46,7 @@ class QuantizedWeights:
         if self.products is None:
             torch.mm(x_MK, self.matrix(index, x_MK.dtype).t(), out=out_MN)
             return
-        codes = self.data[span.codes : span.codes_end].numpy()
-        scales = self.data[span.scales : span.scales_end].numpy().view(np.float32)
+        codes, scales = self.data[span.codes].numpy(), self.data[span.scales].numpy().view(np.float32)
         # A slice of an expert's own rows is contiguous; others are copied.
         out = (
             out_MN
@@ -61,14 +60,13 @@ class QuantizedWeights:
 
     def plain(self, index: int) -> Tensor:
         """The fp32 numbers of part ``index``, 1-D: the scales of a matrix, or the values of a part without codes."""
-        span = self.layout.spans[index]
-        return self.data[span.scales : span.scales_end].view(torch.float32)
+        return self.data[self.layout.spans[index].scales].view(torch.float32)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Part ``index``, a matrix, dequantised in fp32 and rounded to ``dtype``: (outputs, inputs), on the same device."""
         span = self.layout.spans[index]
         blocks = -(-span.part.columns // BLOCK)
-        codes = self.data[span.codes : span.codes_end].view(span.part.rows, blocks, -1)
+        codes = self.data[span.codes].view(span.part.rows, blocks, -1)
         scales = self.plain(index).view(span.part.rows, blocks, -1, 1)
         if self.layout.codes is CodeFormat.INT8:
             weights = codes.view(torch.int8).float() * scales[:, :, 0]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.capabilities import Finding, resolve
+from tierstore.capabilities import Finding, Resolution, resolve
 from tierstore.dense import unit_layouts
 from tierstore.dense.parameters import load_frozen
 from tierstore.hf.experts import experts_modules
@@ -108,6 +108,7 @@ _COMPILATIONS_PER_BLOCK = 4
 class CompiledBlocks:
     """The result of compiling a model's blocks."""
 
+    resolution: Resolution
     #: Number of compiled graphs.
     compiled: int = 0
     #: Why graphs run eagerly, each reason once.
@@ -137,8 +138,10 @@ def compiled_blocks(
     ``compile_graph``: turns a graph and its example inputs into a function (default: inductor). Raises CapabilityError if
     ``graphs.compile = on`` is not possible.
     """
-    blocks, made = list(model.blocks), CompiledBlocks()
-    if not resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model)):
+    resolution = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
+    blocks = list(model.blocks)
+    made = CompiledBlocks(resolution)
+    if not resolution:
         yield made
         return
     import torch._dynamo
