@@ -19,12 +19,11 @@ from tierstore.lab.importers import DEFAULT_WINDOW_LOG, SourceOptions, open_sour
 from tierstore.lab.routing import (
     Passes,
     Sections,
-    decode_tokens,
+    decoded_sequences,
     expert_masks,
     expert_requesters,
     expert_table,
     routing_events,
-    sequence_numbers,
     step_blocks,
 )
 from tierstore.trace.format import EventColumns, RecordTable
@@ -135,8 +134,7 @@ class TopkImporter:
                 raise DataError(
                     f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
                 )
-            tokens = decode_tokens(prompt_len, options.sequences)
-            numbers = sequence_numbers(prompt_len, options.sequences)
+            tokens, numbers = decoded_sequences(prompt_len, options.sequences)
         for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
             if numbers is None:
                 requesters, masks = None, expert_masks(topk, block, self._experts)
