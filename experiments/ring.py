@@ -28,7 +28,7 @@ from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig
 from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.experts import FrozenExperts
-from tierstore.serve.experts.ring import Ring
+from tierstore.serve.experts import Ring
 from tierstore.stats import StallLedger
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore

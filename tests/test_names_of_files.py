@@ -19,7 +19,7 @@ from tierstore import _native
 from tierstore.cli.main import cli
 from tierstore.errors import StoreFormatError
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig, StripeConfig, verify_store
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import load_trace
 
 FF = os.fsdecode(b"\xff")
 

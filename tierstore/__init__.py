@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from tierstore.lab.importing import ImportSummary as ImportSummary
     from tierstore.lab.importing import SourceKind as SourceKind
     from tierstore.lab.importing import import_trace as import_trace
-    from tierstore.lab.live import Recording as Recording
     from tierstore.lab.miss_curves import curves as curves
     from tierstore.lab.requests import Requests as Requests
     from tierstore.lab.requests import load_requests as load_requests
     from tierstore.lab.results import Curve as Curve
     from tierstore.lab.simulate import Contract as Contract
     from tierstore.lab.simulate import PolicySpec as PolicySpec
+    from tierstore.lab.simulate import Recording as Recording
     from tierstore.lab.tuning import TuneOptions as TuneOptions
     from tierstore.lab.tuning import Tuning as Tuning
     from tierstore.lab.tuning import tune as tune

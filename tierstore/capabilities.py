@@ -199,13 +199,17 @@ def probe_huge_pages(sys: Path = _SYS) -> Finding:
     return Finding(chosen in ("always", "madvise"), f"transparent_hugepage is {chosen or text!r}")
 
 
-def instruction_sets(proc: Path = _PROC) -> list[str]:
-    """The optimizer's instruction sets that the processor has, best first; ``scalar`` is always included."""
-    flags: set[str] = set()
+def processor_flags(proc: Path = _PROC) -> set[str]:
+    """The instructions that the processor has, as Linux names them; empty on other processors than x86."""
     for line in kernel_text(proc / "cpuinfo").splitlines():
         if line.startswith("flags"):
-            flags.update(line.partition(":")[2].split())
-            break
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def instruction_sets(proc: Path = _PROC) -> list[str]:
+    """The optimizer's instruction sets that the processor has, best first; ``scalar`` is always included."""
+    flags = processor_flags(proc)
     # The parts of AVX-512 that the kernels use.
     found = ["avx512"] if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags else []
     found += ["avx2"] if "avx2" in flags else []

@@ -14,9 +14,8 @@ from tierstore.bench.probes import Bytes
 from tierstore.bench.train_bound import bound_s, clairvoyant, compulsory
 from tierstore.cache.access import Need
 from tierstore.errors import DataError
+from tierstore.trace.files import TraceWriter, load_trace
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.reader import load_trace
-from tierstore.trace.writer import TraceWriter
 
 WEIGHTS, STEP = int(Need.WEIGHTS), int(Need.WEIGHTS | Need.DIRTY_WEIGHTS)
 

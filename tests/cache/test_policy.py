@@ -12,9 +12,8 @@ import pytest
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
 from tierstore.errors import ConfigError, DataError
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import TraceRecorder, load_trace
 from tierstore.trace.replay import replay
-from tierstore.trace.writer import TraceRecorder
 
 HERE = __name__
 

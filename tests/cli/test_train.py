@@ -23,8 +23,8 @@ from tierstore.cli import train as train_command
 from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.core import StoreCore
+from tierstore.trace.files import TraceWriter
 from tierstore.trace.replay import replay
-from tierstore.trace.writer import TraceWriter
 from tierstore.train.report import MetricsLog
 
 #: What the contract promises at least.
@@ -178,7 +178,7 @@ def test_a_full_disk_beside_the_store_loses_no_step(
     """Steps end at the one whose output could not be written, which is committed. The rest is as if nothing had been."""
     expected = run.json("--checksum", store=tmp_path / "whole")
     monkeypatch.setattr("tierstore.timeline._BUFFER_BYTES", 1)
-    monkeypatch.setattr("tierstore.trace.writer._BUFFER_ROWS", 4)
+    monkeypatch.setattr("tierstore.trace.files._BUFFER_ROWS", 4)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     path = tmp_path / "run.trace" if what == "--record-trace" else Path("/dev/full")
     with monkeypatch.context() as patched:

@@ -15,12 +15,12 @@ from tierstore.deploy.records import (
     CompressionConfig,
     DeployConfig,
     DeployInterrupted,
+    Deployment,
     DistillationConfig,
     Method,
     StageContext,
     StageName,
     StageOutput,
-    read_deployment,
     stage_directory,
 )
 from tierstore.errors import ChecksumError, ConfigError, StoreExistsError, StoreFormatError, StoreMissingError
@@ -85,7 +85,7 @@ def test_all_stages_make_the_target(config: DeployConfig, stages: list[DeploySta
     assert (config.target / "lines").read_text() == "x"
     assert not config.target.with_name("out.partial").exists()
     assert [record.stage for record in stage_records(config.target)] == list(StageName)
-    deployment = read_deployment(config.target)
+    deployment = Deployment.read(config.target)
     assert deployment.settings == {"threads": 1}
     between = [f"{what} {name.value}" for name in StageName for what in ("run", "verify")]
     assert log == between[:-1]  # each stage is verified before the next one runs

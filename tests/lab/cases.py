@@ -13,8 +13,8 @@ import numpy as np
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import PolicySpec, ReplaySetting, replay_each, replay_windows
+from tierstore.trace.files import TraceWriter
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.writer import TraceWriter
 
 if sys.version_info >= (3, 14):
     from compression import zstd as zstd

@@ -91,9 +91,9 @@ def test_curves_of_layers():
 
 
 def test_a_layer_needs_room_for_the_largest_record_with_all_of_its_groups():
-    assert uneven().table.least_quotas(headroom=1).tolist() == [2, 0, 2]
+    assert uneven().table.least_quotas.tolist() == [2, 0, 2]
     wide = with_records_of(uneven(), 7)
-    assert wide.table.least_quotas().tolist() == [7, 0, 7]
+    assert wide.table.least_quotas.tolist() == [8, 0, 8]
     frames = [quota for quota, _ in layer_curves(wide, LRU)[0]]
     assert frames[0] == 8
 

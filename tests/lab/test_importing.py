@@ -21,8 +21,8 @@ from tierstore.lab.importing import (
     options_of,
     write_trace,
 )
+from tierstore.trace.files import load_trace
 from tierstore.trace.format import EventColumns, RecordTable
-from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 
 SOURCES = {

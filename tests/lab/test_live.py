@@ -14,13 +14,11 @@ from tierstore.cache.config import Scope
 from tierstore.errors import BudgetError
 from tierstore.lab.candidates import Candidate
 from tierstore.lab.costs import Objective
-from tierstore.lab.live import recording_of, replay_recorded
 from tierstore.lab.requests import load_requests
-from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, recording_of, replay_recorded
 from tierstore.lab.tuning import Hindsight, TuneOptions, tune
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import TraceRecorder, load_trace
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
-from tierstore.trace.writer import TraceRecorder
 
 LAYERS, EXPERTS, STEPS = 3, 8, 40
 CAPACITY, LOOKAHEAD = 16, 6

@@ -68,12 +68,12 @@ def test_the_first_request_of_what_has_no_copy_makes_it(tmp_path):
     record = TraceRecord(0, (1, 2, 1), (4096, 8192, 4096), 1)
     events = [access(0, [1], [W | M]), access(1, [0, 1], [W, W | M]), access(2, [0], [W | M])]
     found = load_requests(write_events(tmp_path / "trace", events, record=record))
-    assert found.table.keys[found.creations.entries].tolist() == [4, 1]
-    assert found.creations.events.tolist() == [0, 2]
-    assert found.creations.since(1).events.tolist() == [2]
+    assert found.table.keys[found.creations()[1]].tolist() == [4, 1]
+    assert found.creations()[0].tolist() == [0, 2]
+    assert found.creations(since=1)[0].tolist() == [2]
     later = found.between(1, 3)
-    assert later.table.keys[later.creations.entries].tolist() == [1]
-    assert later.creations.events.tolist() == [1]
+    assert later.table.keys[later.creations()[1]].tolist() == [1]
+    assert later.creations()[0].tolist() == [1]
 
 
 def test_many_chunks_are_one(tmp_path):

@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierstore.lab.routing import (
-    decode_tokens,
-    expert_masks,
-    expert_requesters,
-    sequence_numbers,
-    step_blocks,
-)
+from tierstore.lab.routing import decoded_sequences, expert_masks, expert_requesters, step_blocks
 
 
 @pytest.mark.parametrize("each", [1, 16, 2048, 100_000])
@@ -39,8 +33,9 @@ def test_numbers_of_sequences_by_hand():
     # Two slots, prompts of 2, 3, 2 and 1 tokens: slot 0 takes the first and the third, slot 1 the second and the fourth.
     # The third begins in step 2, when numbers 2 to 6 have never been used, so it is 2; the fourth, in step 3, is 3.
     lengths = np.array([2, 3, 2, 1])
-    assert decode_tokens(lengths, 2).tolist() == [[0, 2], [1, 3], [5, 4], [6, 7]]
-    assert sequence_numbers(lengths, 2).tolist() == [[0, 1], [0, 1], [2, 1], [2, 3]]
+    tokens, numbers = decoded_sequences(lengths, 2)
+    assert tokens.tolist() == [[0, 2], [1, 3], [5, 4], [6, 7]]
+    assert numbers.tolist() == [[0, 1], [0, 1], [2, 1], [2, 3]]
 
 
 def test_requesters_of_a_block():
@@ -52,8 +47,7 @@ def test_requesters_of_a_block():
 @pytest.mark.parametrize("sequences", [1, 3, 6, 9])
 def test_no_two_sequences_of_a_step_have_a_number(sequences):
     lengths = np.random.default_rng(sequences).integers(1, 9, 60)
-    numbers = sequence_numbers(lengths, sequences)
-    tokens = decode_tokens(lengths, sequences)
+    tokens, numbers = decoded_sequences(lengths, sequences)
     prompt = np.repeat(np.arange(60), lengths)[tokens]
     for step, row in enumerate(numbers.tolist()):
         assert len(set(row)) == min(sequences, 7)

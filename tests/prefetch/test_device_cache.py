@@ -19,7 +19,7 @@ from tierstore._native import GroupOrder, policy_names
 from tierstore.cache import CacheConfig
 from tierstore.prefetch import PredictorName, StepTiming
 from tierstore.store import Group
-from tierstore.trace.reader import load_trace, read_header
+from tierstore.trace.files import load_trace, read_header
 from tierstore.trace.replay import replay
 
 MakeRig = Callable[..., Any]

@@ -79,7 +79,7 @@ def test_conversion_is_the_documented_arithmetic(
     data = packed(layout, weights.ravel())
     found = dequantize(layout, data).reshape(rows, columns)
     (span,) = layout.spans
-    scales = data[span.scales : span.scales_end].view(np.float32).reshape(rows, -1, codes.block_floats)
+    scales = data[span.scales].view(np.float32).reshape(rows, -1, codes.block_floats)
     for row in range(rows):
         for block, begin in enumerate(range(0, columns, BLOCK)):
             _, numbers, values = expected_block(codes, weights[row, begin : begin + BLOCK])
@@ -101,8 +101,8 @@ def test_an_expert_keeps_its_order(codes: CodeFormat, activation: Activation) ->
         np.testing.assert_array_equal(found[biases], weights[biases])
         np.testing.assert_array_equal(found[-24:], weights[-24:])
     spans = layout.spans
-    assert all(span.codes % 64 == 0 and span.scales % 64 == 0 for span in spans)
-    assert all(a.scales_end <= b.codes for a, b in itertools.pairwise(spans))
+    assert all(span.codes.start % 64 == 0 and span.scales.start % 64 == 0 for span in spans)
+    assert all(a.scales.stop <= b.codes.start for a, b in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("codes", CodeFormat)

@@ -24,7 +24,7 @@ from tierstore.serve.model import BuiltInModel, ServedModel, WrappedModel
 
 
 class MemoryExperts:
-    """``source`` as ``ServedExperts``: what was begun and asked for, and an error on request."""
+    """``source`` as ``CachedExperts``: what was begun and asked for, and an error on request."""
 
     def __init__(self, source: ExpertSource) -> None:
         self._source = source
@@ -60,10 +60,6 @@ class MemoryExperts:
     @property
     def guesses(self) -> GuessCounts:
         return GuessCounts()
-
-    @property
-    def late_prefetch_bytes(self) -> int:
-        return 0
 
 
 class Served:

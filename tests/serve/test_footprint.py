@@ -15,15 +15,12 @@ from tierstore.model.spec import spec_of
 from tierstore.model.store_schema import expert_record
 from tierstore.serve.config import BatchConfig, ServeConfig
 from tierstore.serve.footprint import (
+    ExpertBudget,
     ServedRecords,
     batch_bytes,
-    budget_within,
     dense_parameter_bytes,
     fitted_context,
-    full_budget,
-    least_budget,
     served_account,
-    served_budgets,
 )
 from tierstore.store.format import Group, Training
 from tierstore.tiers.slots import DeviceKind
@@ -31,10 +28,9 @@ from tierstore.tiers.slots import DeviceKind
 SPEC = spec_of(ModelConfig(n_layers=4, d_model=64, n_heads=2, d_ff=128, experts=8, seq_len=512))
 SCHEMA = expert_record(SPEC.expert_shape.numel, SPEC.compute_dtype, Training.FROZEN)
 CONFIG = ServeConfig(batch=BatchConfig(sequences=2))
-RECORDS = ServedRecords(experts=SCHEMA)
+SERVED = ExpertBudget(config=CONFIG, spec=SPEC, records=ServedRecords(experts=SCHEMA), device=DeviceKind.CPU)
 EACH = sum(part.padded_nbytes for part in SCHEMA.layout(Group.WEIGHTS).sections)
-LEAST = least_budget(CONFIG, SPEC, RECORDS, DeviceKind.CPU)
-FULL = full_budget(CONFIG, SPEC, RECORDS, DeviceKind.CPU)
+LEAST, FULL = SERVED.least, SERVED.full()
 PROCESS = 1000
 
 
@@ -43,8 +39,8 @@ def beside(context: int) -> int:
     return served_account(CONFIG, SPEC, DeviceKind.CPU, process=PROCESS, context=context).nbytes
 
 
-def budget(allowed: int, config: ServeConfig = CONFIG, device: DeviceKind = DeviceKind.CPU) -> int:
-    return budget_within(allowed, config, SPEC, RECORDS, device, process=PROCESS)
+def budget(allowed: int, config: ServeConfig = CONFIG) -> int:
+    return replace(SERVED, config=config).within(allowed, PROCESS)
 
 
 def test_an_account_by_hand() -> None:
@@ -71,7 +67,7 @@ def test_an_account_by_hand() -> None:
 
 def test_budgets_by_hand() -> None:
     """All 32 experts and no more; between them and the least, three quarters of what is left beside a context of 128."""
-    assert served_budgets(replace(CONFIG, host_budget=FULL), SPEC, RECORDS, DeviceKind.CPU).cache == 32 * EACH
+    assert SERVED.of(FULL).divided().cache == 32 * EACH
     assert budget(1 << 30) == FULL
     assert budget(beside(128) + LEAST) == LEAST
     assert budget(beside(128) + LEAST + 4000) == LEAST + 3000
@@ -84,10 +80,10 @@ def test_budgets_by_hand() -> None:
 def test_a_model_without_experts() -> None:
     """It gets what a cache of one expert takes, however much memory there is."""
     spec = spec_of(ModelConfig(n_layers=4, d_model=64, n_heads=2, d_ff=128, experts=8, moe_every=0))
-    least = least_budget(CONFIG, spec, RECORDS, DeviceKind.CPU)
-    found = budget_within(1 << 30, CONFIG, spec, RECORDS, DeviceKind.CPU, process=PROCESS)
-    assert found in range(least, least + EACH + 1)
-    served_budgets(replace(CONFIG, host_budget=found), spec, RECORDS, DeviceKind.CPU)  # accepts it
+    served = replace(SERVED, spec=spec)
+    found = served.within(1 << 30, PROCESS)
+    assert found in range(served.least, served.least + EACH + 1)
+    served.of(found).divided()  # accepts it
 
 
 @given(spare=st.integers(0, 64 << 20))
@@ -103,4 +99,4 @@ def test_all_parts_fit(spare: int) -> None:
     assert needed(context) <= allowed
     assert 128 <= context <= 512
     assert LEAST <= config.host_budget <= FULL
-    served_budgets(config, SPEC, RECORDS, DeviceKind.CPU)  # accepts it
+    SERVED.of(config.host_budget).divided()  # accepts it

@@ -7,7 +7,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.interface import Batch
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import CodeFormat
-from tierstore.serve.footprint import ServedRecords, check_memory, dense_parameter_bytes, served_budgets
+from tierstore.serve.footprint import ExpertBudget, ServedRecords, check_memory, dense_parameter_bytes
 from tierstore.serve.opening import open_served
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.config import StoreAccess
@@ -195,10 +195,10 @@ def test_how_the_budgets_are_divided(small: _Trained) -> None:
     records = ServedRecords(experts=schema, scratch=scratch)
     assert least_budget(store) == slot + weights + scratch
     with open_served(serving(store)) as parts:
-        spec = parts.spec
+        served = ExpertBudget(config=parts.config, spec=parts.spec, records=records, device=DeviceKind.CPU)
 
     def divided(**changes: object) -> tuple[int, int, int]:
-        found = served_budgets(serving(store, changes), spec, records, DeviceKind.CPU)
+        found = replace(served, config=serving(store, changes)).divided()
         assert found.cache + found.slots.nbytes == changes.get("host_budget", 8 << 20)
         return found.slots.weights, found.cache, found.lookahead
 
@@ -207,7 +207,8 @@ def test_how_the_budgets_are_divided(small: _Trained) -> None:
     assert divided(device_budget=2 * slot)[0] == 2
     with refuses(BudgetError, "device_budget: 1 bytes", f"{slot} bytes"):
         divided(device_budget=1)
-    on_device = served_budgets(serving(store, {"device_budget": 9 * slot}), spec, records, DeviceKind.CUDA)
+    config = serving(store, {"device_budget": 9 * slot})
+    on_device = replace(served, config=config, device=DeviceKind.CUDA).divided()
     assert (on_device.slots.weights, on_device.cache) == (9, 8 << 20)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tierstore.cache.access import Need
 from tierstore.serve.batch import BatchRunner, InvariantRunner, SequenceBits
+from tierstore.trace.files import load_trace
 from tierstore.trace.format import TraceKind
-from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay
 
 KINDS = (BatchRunner, InvariantRunner)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tierstore.trace.files import TraceWriter
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.writer import TraceWriter
 
 
 @pytest.fixture

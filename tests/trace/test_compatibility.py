@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tierstore.lab.requests import load_requests
-from tierstore.trace.reader import load_trace, read_summary
+from tierstore.trace.files import TraceWriter, load_trace, read_summary
 from tierstore.trace.replay import STEP_COUNTS, replay, replay_steps
-from tierstore.trace.writer import TraceWriter
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 EXPECTED = json.loads((FIXTURES / "trace-v2.json").read_text())

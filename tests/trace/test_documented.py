@@ -10,9 +10,8 @@ import zlib
 import numpy as np
 import pytest
 
+from tierstore.trace.files import TraceWriter, load_trace
 from tierstore.trace.format import Coding, TraceHeader, TraceRecord
-from tierstore.trace.reader import load_trace
-from tierstore.trace.writer import TraceWriter
 
 COLUMNS = "BBHIIIIH"
 

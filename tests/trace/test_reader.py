@@ -10,8 +10,8 @@ import pytest
 
 from tierstore.errors import DataError
 from tierstore.lab.requests import load_requests
+from tierstore.trace.files import load_trace, read_header, read_summary
 from tierstore.trace.format import CHUNK, DESCRIPTION, PREAMBLE, TraceHeader, TraceKind
-from tierstore.trace.reader import load_trace, read_header, read_summary
 from tierstore.trace.replay import replay
 
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tierstore._native import GroupOrder, Residency, Scope, StepClock
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.lab.requests import load_requests
+from tierstore.trace.files import TraceRecorder, TraceWriter, load_trace
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import quotas_by_layer, replay
-from tierstore.trace.writer import TraceRecorder, TraceWriter
 
 LAYERS, EXPERTS = 3, 6
 
@@ -241,7 +240,7 @@ def test_records_may_come_at_any_time(tmp_path):
     assert replayed(path, scope="layer", layer_quotas=(2,), policy="lfu-decay").steps == 1
     requests = load_requests(path)
     assert (requests.events, len(requests.entries), requests.table.total_frames) == (3, 6, 5)
-    assert len(requests.creations.entries) == 1
+    assert len(requests.creations()[1]) == 1
 
     early = tmp_path / "early.trace"
     core = Residency(2, policy="lru")
@@ -292,7 +291,7 @@ def test_a_trace_begins_with_the_first_record(tmp_path):
 
 def test_a_trace_that_cannot_be_written_fails_no_access_and_is_not_left(monkeypatch, tmp_path):
     """The first access misses, the other 19 hit, though the disk is full from the second chunk on."""
-    monkeypatch.setattr("tierstore.trace.writer._BUFFER_ROWS", 4)
+    monkeypatch.setattr("tierstore.trace.files._BUFFER_ROWS", 4)
     extend = TraceWriter.extend
 
     def full(writer, columns):

@@ -11,10 +11,9 @@ from tierstore.lab.miss_curves import curves
 from tierstore.lab.requests import load_requests
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.config import StoreAccess
+from tierstore.trace.files import TraceWriter, load_trace, read_chunks, read_summary
 from tierstore.trace.format import Coding, EventColumns, RecordTable, TraceHeader, TraceKind
-from tierstore.trace.reader import load_trace, read_chunks, read_summary
 from tierstore.trace.replay import replay
-from tierstore.trace.writer import TraceWriter
 
 NAMES = ("kinds", "phases", "layers", "at", "steps", "offsets", "records", "flags")
 

@@ -12,7 +12,7 @@ from refusals import refuses
 from tierstore._native import Candidates, Clock, policy_names
 from tierstore.errors import StorePoisonedError
 from tierstore.store.parameter_store import ParameterStore
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening

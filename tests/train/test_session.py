@@ -23,7 +23,7 @@ from tierstore.stats import delta
 from tierstore.store import verify_store
 from tierstore.store.disk.store_extents import extent_bytes
 from tierstore.tiers.slots import DeviceKind
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import load_trace
 from tierstore.trace.replay import replay
 from tierstore.train.budgets import adds_up, budgets, expert_schema, least_host_budget
 from tierstore.train.config import TrainConfig

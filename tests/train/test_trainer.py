@@ -16,8 +16,8 @@ from refusals import refuses
 
 from tierstore.errors import StorePoisonedError
 from tierstore.lab.requests import load_requests
+from tierstore.trace.files import load_trace
 from tierstore.trace.format import TraceKind
-from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import replay, replay_steps
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import DataFormat

@@ -21,8 +21,8 @@ from tierstore._native import policy_names
 from tierstore.bench.probes import Bytes
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.errors import BudgetError, DataError
+from tierstore.trace.files import load_trace
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
-from tierstore.trace.reader import load_trace
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 _GROUPS = 3

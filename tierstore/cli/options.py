@@ -444,7 +444,7 @@ def deployed_settings(store: Path) -> dict[str, object]:
     """The settings of ``ServeConfig``, by dotted key, that ``tierstore deploy`` found best for ``store``; empty for a store
     that it did not make. Raises StoreFormatError.
     """
-    from tierstore.deploy.records import read_deployment
+    from tierstore.deploy.records import Deployment
 
-    deployment = read_deployment(store)
+    deployment = Deployment.read(store)
     return {} if deployment is None else dict(deployment.settings)

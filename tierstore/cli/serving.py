@@ -35,7 +35,7 @@ from tierstore.cli.options import (
 )
 from tierstore.cli.output import Output
 from tierstore.config import PathKind, load, option
-from tierstore.deploy.records import DEPLOYMENT_NAME
+from tierstore.deploy.records import Deployment
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.serve.config import ServeConfig
@@ -59,7 +59,7 @@ def _served(store: Path, file: Path | None, overrides: Mapping[str, object], out
     if deployed:
         used = [f"{key} = {value}" for key, value in deployed.items() if key not in overrides]
         output.line(
-            f"settings from {store / DEPLOYMENT_NAME}: {', '.join(used) or 'none, options override all of them'}"
+            f"settings from {store / Deployment.NAME}: {', '.join(used) or 'none, options override all of them'}"
         )
     return load(ServeConfig, file, {**deployed, **overrides})
 

@@ -29,7 +29,7 @@ from tierstore.errors import ConfigError
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.exporting import outline_of, write_outline
 from tierstore.hf.manifest import Manifest, ParameterEntry
-from tierstore.hf.spec import imported_spec
+from tierstore.hf.spec import HfSpec, imported_spec
 from tierstore.hf.stored_weights import ExpertRequest, StoredWeights, open_weights
 from tierstore.hf.weights import Bits, Floats, round_bf16
 from tierstore.hf.writing import json_bytes
@@ -268,7 +268,7 @@ def write_student(
     (count,) = {len(each) for each in groups.values()}
     check_count(manifest, spec.config, count)
     with open_weights(store) as weights:
-        merged = MergedWeights(weights, manifest, spec.expert_shape, groups, uses)
+        merged = MergedWeights(weights, spec, groups, uses)
         smaller = _smaller(manifest, count)
         outline = outline_of(store, smaller, 1, None)
         files = dict(outline.files)
@@ -316,15 +316,12 @@ class MergedWeights:
     def __init__(
         self,
         weights: StoredWeights,
-        manifest: Manifest,
-        shape: ExpertShape,
+        spec: HfSpec,
         groups: Mapping[int, Groups],
         uses: Mapping[int, LayerUse],
     ) -> None:
-        self._weights = weights
-        self._shape = shape
-        self._groups = groups
-        self._uses = uses
+        self._weights, self._groups, self._uses = weights, groups, uses
+        self._shape, manifest = spec.expert_shape, spec.manifest
         self._experts = manifest.experts.count
         self._layouts = {layout.key: layout for layout in manifest.unit_layouts(1)}
         self._rows: dict[tuple[str, int], tuple[int, int]] = {}

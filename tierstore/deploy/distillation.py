@@ -26,32 +26,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from tierstore.deploy.compression import LayerUse, calibrate, check_count, groups_of, write_student
-from tierstore.deploy.records import (
-    DeployConfig,
-    DistillationConfig,
-    StageContext,
-    StageOutput,
-    read_json,
-    write_json,
-)
-from tierstore.deploy.stages import checked, exported, imported, product_dtype, refrozen
+from tierstore.deploy.records import DeployConfig, DistillationConfig, JsonRecord, StageContext, StageOutput
+from tierstore.deploy.stages import checked, exported, imported, product_dtype
 from tierstore.deploy.teacher import Teacher, Windows, open_teacher, read_windows
 from tierstore.errors import StoreFormatError
-from tierstore.hf.importing import ImportOptions
-from tierstore.hf.manifest import ImportProgress, ImportState
+from tierstore.hf.importing import imported_state
+from tierstore.hf.manifest import ImportProgress, Weights
 from tierstore.hf.spec import imported_spec
 from tierstore.hf.tiered import open_model
 from tierstore.machine import MemoryAccount, bytes_on_disk
-from tierstore.model.store_schema import IMPORT_KEY
 from tierstore.quant.layout import CodeFormat
 from tierstore.store.disk.home import IDENTITY
-from tierstore.store.reading import OpenAt, read_states
 from tierstore.units import format_bytes
 
 _CALIBRATED_WINDOWS = 16
 _STORE, _CHECKPOINT, _TRAINING, _EXPORTED = "store", "checkpoint", "training", "distilled"
 _PLAIN, _QUANTIZED = "plain", "quantized"
-_PROGRESS_NAME = "distillation.json"
 #: The learning rate rises for 8 steps, then falls to this fraction of its largest value.
 _WARM_STEPS, _LEAST_RATE = 8, 0.05
 _CLIP_NORM = 1.0
@@ -106,7 +96,7 @@ def _quantized(context: StageContext, made: StageOutput, codes: CodeFormat) -> S
         if not source.exists():
             plain = made.store or context.input_store
             exported(plain, source, context, product_dtype(plain))
-        refrozen(source, store, context, codes=codes)
+        imported(source, store, context, codes=codes)
     shutil.rmtree(source, ignore_errors=True)
     figures = dict(made.figures)
     windows = _windows(context)
@@ -131,7 +121,7 @@ def _compressed(context: StageContext, count: int) -> StageOutput:
             progress = _distilled(context, count, found, windows)
         elif not source.exists():
             _write_student(context, count, found)
-        refrozen(source, store, context)
+        imported(source, store, context)
     progress = progress or DistillProgress.read(directory)
     with _opened(store, context) as student:
         after = held_out_loss(student.logits, windows.held)
@@ -171,7 +161,7 @@ def _distilled(context: StageContext, count: int, found: Calibration, windows: W
     if not _imported(training):
         if not (directory / _CHECKPOINT).exists():
             _write_student(context, count, found)
-        imported(directory / _CHECKPOINT, training, context, ImportOptions())
+        imported(directory / _CHECKPOINT, training, context, weights=Weights.TRAINABLE)
     shutil.rmtree(directory / _CHECKPOINT, ignore_errors=True)
     with open_teacher(context.input_store, host_budget=config.host_budget) as teacher:
         progress = _distil(context, training, teacher, windows)
@@ -196,22 +186,23 @@ def recovered_fraction(teacher: float, before: float, after: float) -> float | N
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(JsonRecord):
     """Measurements of the teacher on the text: its held-out ``loss``, in nats, and the use of its experts by layer."""
+
+    NAME, WHAT = "calibration.json", "a calibration"
 
     loss: float
     uses: Mapping[int, LayerUse]
 
 
 def _calibrated(context: StageContext, teacher: Teacher, windows: Windows) -> Calibration:
-    path = context.directory / "calibration.json"
-    found = read_json(path, Calibration, "a calibration")
+    found = Calibration.read(context.directory)
     if found is None:
         loss = held_out_loss(teacher.logits, windows.held)
         context.check()
         uses = calibrate(teacher, windows.train[:_CALIBRATED_WINDOWS], passed=context.check)
         found = Calibration(loss, uses)
-        write_json(path, found)
+        found.write(context.directory)
     return found
 
 
@@ -237,32 +228,22 @@ def _windows(context: StageContext) -> Windows | None:
 
 def _imported(store: Path) -> bool:
     """Whether an import to ``store`` is complete."""
-    if not (store / IDENTITY).exists():
-        return False
-    state = read_states(store, IMPORT_KEY).get(OpenAt.LAST)
-    if state is None:
-        return False
-    return ImportState.unpack(state, where=str(store)).progress is ImportProgress.COMPLETE
+    found = imported_state(store) if (store / IDENTITY).exists() else None
+    return found is not None and found.progress is ImportProgress.COMPLETE
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillProgress:
+class DistillProgress(JsonRecord):
     """The progress of a distillation. ``before``: the student's held-out loss before the first step, in nats.
     ``trained_s``: seconds of steps in all runs; ``ended``: whether no further steps follow.
     """
+
+    NAME, WHAT = "distillation.json", "the progress of a distillation"
 
     before: float
     steps: int = 0
     trained_s: float = 0.0
     ended: bool = False
-
-    def write(self, directory: Path) -> None:
-        write_json(directory / _PROGRESS_NAME, self)
-
-    @classmethod
-    def read(cls, directory: Path) -> DistillProgress | None:
-        """None if no step was prepared. Raises StoreFormatError."""
-        return read_json(directory / _PROGRESS_NAME, cls, "the progress of a distillation")
 
 
 def objective(student_BTV: Tensor, teacher_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

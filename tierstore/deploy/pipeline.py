@@ -19,12 +19,7 @@ from typing import Any
 
 from tierstore.deploy.compression import check_count
 from tierstore.deploy.distillation import compress, distillation_settings
-from tierstore.deploy.optimisation import (
-    conversion_settings,
-    convert,
-    optimisation_settings,
-    optimise,
-)
+from tierstore.deploy.optimisation import conversion_settings, convert, optimisation_settings, optimise
 from tierstore.deploy.records import (
     DeployConfig,
     DeployInterrupted,
@@ -35,7 +30,6 @@ from tierstore.deploy.records import (
     StageOutput,
     StageRecord,
     fingerprint,
-    read_deployment,
     stage_directory,
 )
 from tierstore.deploy.stages import (
@@ -175,7 +169,7 @@ def _found(config: DeployConfig, stages: Sequence[DeployStage], root: Path) -> D
 
     Raises StoreExistsError for any other target.
     """
-    deployment = read_deployment(config.target)
+    deployment = Deployment.read(config.target)
     wanted = ""
     for stage in stages:
         wanted = fingerprint(stage.name, stage.settings(config), wanted)
@@ -200,7 +194,7 @@ def stage_records(directory: Path) -> tuple[StageRecord, ...]:
 
     Raises StoreMissingError, StoreFormatError.
     """
-    finished = read_deployment(directory)
+    finished = Deployment.read(directory)
     if finished is not None:
         return finished.stages
     for root in (directory, building_directory(directory)):

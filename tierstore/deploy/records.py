@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 from tierstore.capabilities import Capability
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
 from tierstore.hf.manifest import from_json
 from tierstore.machine import MemoryAccount
@@ -73,8 +73,7 @@ class CompressionConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.experts is not None and self.experts < 1:
-            raise ConfigError(f"--experts: expected at least 1, got {self.experts}")
+        check_least(self, 1, "experts", table="--")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +95,12 @@ class DistillationConfig:
     commit_s: float = field(default=60.0, metadata={"help": "seconds between two commits"})
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.minutes) and self.minutes >= 0):
-            raise ConfigError(f"--minutes: expected at least 0, got {self.minutes}")
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            raise ConfigError(f"--rate: expected more than 0, got {self.rate}")
-        for name, least in (("steps", 0), ("rows", 1), ("length", 2), ("held_out", 1)):
-            if (value := getattr(self, name)) < least:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+        check_least(self, 0, "minutes", "steps", table="--")
+        check_positive(self, "rate", table="--")
+        check_least(self, 1, "rows", table="--")
+        check_least(self, 2, "length", table="--")
+        if self.held_out < 1:
+            raise ConfigError(f"--held-out: expected at least 1, got {self.held_out}")
 
     @property
     def trains(self) -> bool:
@@ -126,10 +124,8 @@ class PlacementConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.memory is not None and self.memory < 1:
-            raise ConfigError(f"--memory: expected more than 0, got {self.memory}")
-        if self.ranks < 1:
-            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
+        check_positive(self, "memory", table="--")
+        check_least(self, 1, "ranks", table="--")
         if self.segments and (self.segments[0] != 0 or list(self.segments) != sorted(set(self.segments))):
             raise ConfigError(
                 f"--segments: expected the first block of each segment, ascending from 0, got {self.segments}"
@@ -155,8 +151,7 @@ class DeployConfig:
     threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"--threads: expected at least 0, got {self.threads}")
+        check_least(self, 0, "threads", table="--")
         if self.graphs is Capability.ON and self.placement.ranks > 1:
             raise ConfigError(f"--graphs: on cannot be combined with --ranks {self.placement.ranks}")
         if self.compression.experts is not None and not self.distillation.text:
@@ -175,34 +170,35 @@ class DeployConfig:
 
 # Input and output of a stage -------------------------------------------------------------------------------
 
-RECORD_NAME = "stage.json"
 RECORD_VERSION = 1
-DEPLOYMENT_NAME = "deployment.json"
-DEPLOYMENT_VERSION = 1
-T = TypeVar("T")
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
-    """Writes ``value``, a dataclass, to the file and fsyncs it and its directory."""
-    write_durably(path, (json.dumps(asdict(value), indent=indent) + "\n").encode())
-    fsync_directory(path.parent)
+class JsonRecord:
+    """A dataclass that is the file ``NAME`` of a directory; ``WHAT``: its name in errors."""
 
+    NAME = WHAT = ""  # without annotations: no fields of the dataclass
 
-def read_json(path: Path, kind: type[T], what: str) -> T | None:
-    """The ``kind`` that ``write_json`` wrote to the file; None if there is none. Raises StoreFormatError if it is not
-    ``what``, or of another version than ``kind`` has by default.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-        found, expected = value.get("version"), getattr(kind, "version", None)
-        if found not in (None, expected):
-            raise ValueError(f"version {found!r}, expected {expected}")
-        read: T = from_json(kind, value, path.name)
-        return read
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (AttributeError, TypeError, ValueError) as error:
-        raise StoreFormatError(f"{path}: not {what}: {error}") from error
+    def write(self, directory: Path) -> None:
+        """Writes the file, durably."""
+        record: Any = self
+        write_durably(directory / self.NAME, (json.dumps(asdict(record), indent=1) + "\n").encode())
+        fsync_directory(directory)
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """The record in ``directory``; None if there is none. Raises StoreFormatError for another file or version."""
+        path = directory / cls.NAME
+        try:
+            value = json.loads(path.read_bytes())
+            found, expected = value.get("version"), getattr(cls, "version", None)
+            if found not in (None, expected):
+                raise ValueError(f"version {found!r}, expected {expected}")
+            read: Self = from_json(cls, value, path.name)
+            return read
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StoreFormatError(f"{path}: not {cls.WHAT}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +214,12 @@ class StageOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """A completed stage and its output; ``store`` is relative to the directory of all stages.
-
-    ``fingerprint`` covers its settings and those of the stages before it.
+class StageRecord(JsonRecord):
+    """A completed stage and its output; ``store`` is relative to the directory of all stages. Written to the stage's
+    directory, which completes the stage. ``fingerprint`` covers its settings and those of the stages before it.
     """
+
+    NAME, WHAT = "stage.json", "a stage's record"
 
     stage: StageName
     fingerprint: str
@@ -234,36 +231,21 @@ class StageRecord:
     elapsed_s: float = 0.0
     version: int = RECORD_VERSION
 
-    def write(self, directory: Path) -> None:
-        """Writes the record, which completes the stage."""
-        write_json(directory / RECORD_NAME, self, indent=1)
-
-    @classmethod
-    def read(cls, directory: Path) -> StageRecord | None:
-        """The record in ``directory``; None if the stage is not complete. Raises StoreFormatError."""
-        return read_json(directory / RECORD_NAME, cls, "a stage's record")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Deployment:
+class Deployment(JsonRecord):
     """The origin of a deployed directory, and its measurements.
 
     ``settings``: keys of ``ServeConfig`` by dotted name, as the optimisation chose them. ``profile``: tokens/s of prefill
     and of decoding, bytes read a token, memory.
     """
 
-    version: int = DEPLOYMENT_VERSION
+    NAME, WHAT = "deployment.json", "a deployment"
+
+    version: int = 1
     settings: Mapping[str, object]
     profile: Mapping[str, object]
     stages: tuple[StageRecord, ...]
-
-    def write(self, directory: Path) -> None:
-        write_json(directory / DEPLOYMENT_NAME, self, indent=1)
-
-
-def read_deployment(directory: Path) -> Deployment | None:
-    """The deployment record in ``directory``; None if it was not deployed. Raises StoreFormatError."""
-    return read_json(directory / DEPLOYMENT_NAME, Deployment, "a deployment")
 
 
 def stage_directory(root: Path, stage: StageName) -> Path:

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tierstore.deploy.records import DeployConfig, StageContext, StageOutput
@@ -97,7 +97,9 @@ def fuse(context: StageContext) -> StageOutput:
     notes: tuple[str, ...] = ()
     if not checkpoint.exists():
         notes = exported(config.store, checkpoint, context, _export_dtype(config)).notes
-    refrozen(checkpoint, store, context, codes=_codes_of(config))
+    # Experts are quantised as in the source, unless other weights are requested.
+    spec = None if config.compression.weights is not None else stored_spec(config.store)
+    imported(checkpoint, store, context, codes=None if spec is None else spec.expert_codes)
     checks = checked(store, context)
     shutil.rmtree(checkpoint)
     manifest = Manifest.read(store)
@@ -126,25 +128,25 @@ def exported(store: Path, checkpoint: Path, context: StageContext, dtype: Export
         return export(store, checkpoint, dtype=dtype, announced=context.announced, progress=progress)
 
 
-def imported(checkpoint: Path, store: Path, context: StageContext, options: ImportOptions) -> None:
+def imported(
+    checkpoint: Path,
+    store: Path,
+    context: StageContext,
+    *,
+    weights: Weights = Weights.FROZEN,
+    codes: CodeFormat | None = None,
+) -> None:
     """Imports ``checkpoint`` into ``store``, or resumes the import, with commits every 256 MiB: a request to stop waits for
-    the next record.
+    the next record. ``codes``: the quantisation of frozen experts; None for none.
     """
     with context.passing("import") as progress:
         import_model(
             checkpoint,
             store,
-            replace(options, commit_bytes=256 << 20),
+            ImportOptions(weights=weights, codes=codes, commit_bytes=256 << 20),
             planned=lambda plan, account: context.announced(account),
             progress=progress,
         )
-
-
-def refrozen(
-    checkpoint: Path, store: Path, context: StageContext, *, codes: CodeFormat | None = None
-) -> None:
-    """``imported``, as a frozen store. ``codes``: the quantisation of its experts; None for none."""
-    imported(checkpoint, store, context, ImportOptions(weights=Weights.FROZEN, codes=codes))
 
 
 def checked(store: Path, context: StageContext) -> dict[str, object]:
@@ -168,12 +170,6 @@ def source_fingerprint(store: Path) -> str:
             position = TrainState.unpack({STATE_KEY: state}, where=str(directory)).position
         digest.update(f"step {position}".encode())
     return digest.hexdigest()[:32]
-
-
-def _codes_of(config: DeployConfig) -> CodeFormat | None:
-    """The quantisation of experts: that of the source, unless other weights are requested."""
-    spec = None if config.compression.weights is not None else stored_spec(config.store)
-    return None if spec is None else spec.expert_codes
 
 
 def _export_dtype(config: DeployConfig) -> ExportDtype | None:

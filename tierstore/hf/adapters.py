@@ -55,15 +55,14 @@ class ExportedAdapter:
 
 
 class Adapter(ABC):
-    """Pairs of one model. As an ``Adjustment`` they are merged into weights on their way out.
+    """Pairs of the model ``spec``. As an ``Adjustment`` they are merged into weights on their way out.
 
     ``attention``: the linear layers that have a pair; ``shape``: of the pairs of an expert, None where there are none.
     """
 
-    def __init__(self, attention: Sequence[AttentionPair], shape: PairShape | None, scale: float) -> None:
-        self.attention = attention
-        self.shape = shape
-        self._scale = scale
+    def __init__(self, spec: HfSpec, lora: LoraConfig, attention: Sequence[AttentionPair]) -> None:
+        self.spec, self.lora, self.attention = spec, lora, attention
+        self.shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
         self._by_name = {f"{pair.name}.weight": pair for pair in attention}
 
     @abstractmethod
@@ -73,6 +72,15 @@ class Adapter(ABC):
     @abstractmethod
     def expert_pair(self, layer: int, expert: int) -> Tensor:
         """The pairs of an expert, flat, valid until the next is read."""
+
+    def expert_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Name and shape of each tensor with the pairs of a layer's experts, in the order of the matrices of a pair."""
+        module = family_of(self.spec.manifest.model_type, where=MANIFEST_NAME).module
+        count = self.spec.experts
+        for index, (rows, columns) in enumerate(() if self.shape is None else self.shape.sizes):
+            below, letter = ("base_layer.", "")[index // 2], "AB"[index % 2]
+            name = f"base_model.model.model.layers.{layer}.{module}.experts.{below}lora_{letter}.weight"
+            yield name, (rows, columns * count) if index % 2 else (rows * count, columns)
 
     def expert(self, layer: int, expert: int, weights: Floats) -> None:
         """Adds what the pairs of an expert add to its ``weights`` (flat), in place."""
@@ -86,7 +94,9 @@ class Adapter(ABC):
             return
         a, b = (torch.from_numpy(self.attention_part(pair, part)) for part in (0, 1))
         matrix = torch.from_numpy(weights).view(pair.outputs, pair.inputs)
-        matrix.addmm_(b.view(pair.outputs, -1), a.view(-1, pair.inputs), alpha=self._scale)
+        matrix.addmm_(
+            b.view(pair.outputs, -1), a.view(-1, pair.inputs), alpha=self.lora.scaled_alpha / self.lora.rank
+        )
 
 
 class StoredAdapter(Adapter):
@@ -107,9 +117,8 @@ class StoredAdapter(Adapter):
                 f"{source}: the adapter was trained for another model: {trained.get('fingerprint')}, and "
                 f"{MODEL_DIRECTORY}/{MANIFEST_NAME} is of {manifest.fingerprint}"
             )
-        shape = PairShape.of(spec.expert_shape, lora) if lora.experts else None
-        super().__init__(attention_pairs(manifest, lora), shape, lora.scaled_alpha / lora.rank)
-        self.lora, self.spec, self.weights = lora, spec, weights
+        super().__init__(spec, lora, attention_pairs(manifest, lora))
+        self.weights = weights
         shapes: list[list[tuple[Narrow, tuple[int, ...]]]] = [[] for _ in manifest.units]
         for pair in self.attention:
             shapes[pair.unit] += [(Narrow.NO, size) for size in pair.sizes(lora.rank)]
@@ -187,10 +196,9 @@ def _tensors(adapter: StoredAdapter) -> Iterator[tuple[TensorSpec, Callable[[], 
     for pair in adapter.attention:
         for part, size in enumerate(pair.sizes(adapter.lora.rank)):
             yield TensorSpec(_name(pair, part), "F32", size), partial(_attention, adapter, pair, part)
-    if adapter.shape is not None:
-        for layer in adapter.spec.moe_layers:
-            for index, (name, size) in enumerate(_expert_tensors(adapter.spec, adapter.shape, layer)):
-                yield TensorSpec(name, "F32", size), partial(_stacked, adapter, layer, index)
+    for layer in adapter.spec.moe_layers:
+        for index, (name, size) in enumerate(adapter.expert_tensors(layer)):
+            yield TensorSpec(name, "F32", size), partial(_stacked, adapter, layer, index)
 
 
 def _attention(adapter: StoredAdapter, pair: AttentionPair, part: int) -> Iterator[Bytes]:
@@ -215,15 +223,6 @@ def _stacked(adapter: StoredAdapter, layer: int, index: int) -> Iterator[Bytes]:
 
 def _name(pair: AttentionPair, part: int) -> str:
     return f"base_model.model.{pair.name}.lora_{'AB'[part]}.weight"
-
-
-def _expert_tensors(spec: HfSpec, shape: PairShape, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name and shape of each tensor with the pairs of a layer's experts, in the order of the matrices of a pair."""
-    module = family_of(spec.manifest.model_type, where=MANIFEST_NAME).module
-    for index, (rows, columns) in enumerate(shape.sizes):
-        below, letter = ("base_layer.", "")[index // 2], "AB"[index % 2]
-        name = f"base_model.model.model.layers.{layer}.{module}.experts.{below}lora_{letter}.weight"
-        yield name, (rows, columns * spec.experts) if index % 2 else (rows * spec.experts, columns)
 
 
 # An adapter of a directory ----------------------------------------------------------------------------------
@@ -303,19 +302,17 @@ class _FileAdapter(Adapter):
         self, directory: Path, spec: HfSpec, lora: LoraConfig, tensors: Mapping[str, Tensor]
     ) -> None:
         """Raises DataError, ConfigError."""
-        self._tensors, self._spec = tensors, spec
+        self._tensors = tensors
         module = family_of(spec.manifest.model_type, where=str(directory)).module
         paired = any(f".{module}.experts." in name for name in tensors)
         lora = replace(lora, targets=LoraTargets.BOTH if paired else LoraTargets.ATTENTION)
         attention = [pair for pair in attention_pairs(spec.manifest, lora) if _name(pair, 0) in tensors]
-        shape = PairShape.of(spec.expert_shape, lora) if paired else None
-        super().__init__(attention, shape, lora.scaled_alpha / lora.rank)
+        super().__init__(spec, lora, attention)
         wanted = {
             _name(pair, part): size for pair in attention for part, size in enumerate(pair.sizes(lora.rank))
         }
-        if shape is not None:
-            for layer in spec.moe_layers:
-                wanted.update(_expert_tensors(spec, shape, layer))
+        for layer in spec.moe_layers:
+            wanted.update(self.expert_tensors(layer))
         file = directory / ADAPTER_FILE
         for name, size in wanted.items():
             if name not in tensors:
@@ -340,8 +337,8 @@ class _FileAdapter(Adapter):
 
     def expert_pair(self, layer: int, expert: int) -> Tensor:
         assert self.shape is not None
-        parts, count, rank = [], self._spec.experts, self.shape.rank
-        for index, (name, _) in enumerate(_expert_tensors(self._spec, self.shape, layer)):
+        parts, count, rank = [], self.spec.experts, self.shape.rank
+        for index, (name, _) in enumerate(self.expert_tensors(layer)):
             stacked = self._tensors[name]
             if index % 2:
                 parts.append(stacked.view(len(stacked), rank, count)[:, :, expert])

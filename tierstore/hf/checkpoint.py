@@ -9,6 +9,7 @@ from the internet.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -54,7 +55,7 @@ ITEM_BYTES: Mapping[str, int] = {
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_DIMENSIONS = 32
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-#: Bytes that are read at once of a tensor that is copied or compared.
+#: Bytes that are read at once of a tensor that is copied or compared, and written at once.
 WINDOW_BYTES = 8 << 20
 
 
@@ -323,9 +324,8 @@ class TensorReader:
 
     def __init__(self) -> None:
         self._threads = threading.local()
-        self._files: dict[Path, tuple[int, bool]] = {}
-        self._retired: list[int] = []
-        self._lock = threading.Lock()  # of both
+        self._files: dict[Path, tuple[int, bool]] = {}  # descriptors, and whether they have O_DIRECT
+        self._lock = threading.Lock()  # of them
         #: Why files are read through the page cache; empty when they are not.
         self.direct_reason = ""
 
@@ -370,22 +370,16 @@ class TensorReader:
             except OSError as error:
                 if not (direct and error.errno == errno.EINVAL):
                     raise OSError(error.errno, error.strerror, str(path)) from error
-                self.direct_reason = f"{path}: O_DIRECT: {error.strerror}"
-                return self._fill_buffered(path, memory, offset, wanted)
+                # The device needs larger blocks than ALIGNMENT: this and later reads use the page cache.
+                self.direct_reason, direct = f"{path}: O_DIRECT: {error.strerror}", False
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                with self._lock:
+                    self._files[path] = (fd, False)
+                continue
             got += count
             if count == 0 or (direct and count % ALIGNMENT):
                 break  # the end of the file; bytes beyond it were not requested
         return got
-
-    def _fill_buffered(self, path: Path, memory: memoryview, offset: int, wanted: int) -> int:
-        """Fills ``memory`` through the page cache, as all later reads of the file do: direct reads of it have failed."""
-        with self._lock:
-            fd, direct = self._files[path]
-            if direct:
-                self._retired.append(fd)  # another thread may be reading from it
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                self._files[path] = (fd, False)
-        return self._fill(path, fd, False, memory, offset, wanted)
 
     def _open(self, path: Path) -> tuple[int, bool]:
         with self._lock:
@@ -402,9 +396,8 @@ class TensorReader:
     def close(self) -> None:
         """Closes the files; no thread may be reading."""
         with self._lock:
-            for fd in [*self._retired, *(fd for fd, _ in self._files.values())]:
+            for fd, _ in self._files.values():
                 os.close(fd)
-            self._retired.clear()
             self._files.clear()
 
     def __enter__(self) -> TensorReader:

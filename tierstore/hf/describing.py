@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 TRANSFORMERS = ((5, 7), (6, 0))
 
 
-def transformers(purpose: str = "a model of Hugging Face") -> Any:
+def transformers() -> Any:
     """The package transformers. Raises CapabilityError if it is missing or its release is not supported."""
+    purpose = "a model of Hugging Face"
     module = require_package("transformers", purpose)
     found = tuple(int(part) for part in module.__version__.split(".")[:2] if part.isdigit())
     low, high = TRANSFORMERS

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore import _native
-from tierstore._native import Arena, Buffer, HugePages
+from tierstore._native import Buffer
 from tierstore.dense.layout import UnitLayout
 from tierstore.dense.slices import schema_name
 from tierstore.hf.checkpoint import WINDOW_BYTES
@@ -25,7 +25,8 @@ from tierstore.hf.manifest import ParameterEntry
 from tierstore.hf.weights import WeightReader
 from tierstore.model.store_schema import EXPERT_SCHEMA
 from tierstore.quant.layout import quantize
-from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, WeightFormat
+from tierstore.store.disk.extents import scratch_buffers
+from tierstore.store.format import Group, GroupLayout, RecordSchema, Section, WeightFormat
 from tierstore.store.registering import RecordLoader
 
 #: Number of reader threads, and of experts in memory beyond those being read.
@@ -64,18 +65,19 @@ class UnitJob:
 Job = ExpertJob | UnitJob
 
 
+def _filled(schema: RecordSchema) -> GroupLayout:
+    """The sections of a record that are not zero: its weights, and what bf16 loses of them."""
+    sections = [section for group in schema.groups for section in schema.layout(group).sections]
+    count = 2 if schema.weight_format is WeightFormat.SPLIT_BF16 else 1
+    return GroupLayout(Group.WEIGHTS, tuple(sections[:count]), 0)
+
+
 class _ExpertBuffers:
     """Memory for one expert in the form of its record: the leading section of its weights, and a remainder."""
 
     def __init__(self, schema: RecordSchema) -> None:
-        sections = [section for group in schema.groups for section in schema.layout(group).sections]
-        needed = sections[: 2 if schema.weight_format is WeightFormat.SPLIT_BF16 else 1]
-        arena = Arena(sum(section.padded_nbytes for section in needed), HugePages.AUTO)
-        self._buffers, offset = [], 0
-        for section in needed:
-            self._buffers.append(Buffer(arena, [(offset, section.padded_nbytes)], section.nbytes))
-            offset += section.padded_nbytes
-        self._sections = len(sections)
+        self._buffers = scratch_buffers(_filled(schema))
+        self._sections = sum(len(schema.layout(group).sections) for group in schema.groups)
         self._quantized = schema.quantized
         self._bf16 = schema.weight_format in (WeightFormat.BF16, WeightFormat.SPLIT_BF16)
         self._exact = False
@@ -85,10 +87,8 @@ class _ExpertBuffers:
     @staticmethod
     def nbytes(schema: RecordSchema) -> int:
         """Bytes of one, with the fp32 weights that are quantised while it is filled."""
-        split = schema.weight_format is WeightFormat.SPLIT_BF16
-        sections = [section for group in schema.groups for section in schema.layout(group).sections]
         wide = 0 if schema.quantized is None else 4 * schema.numel
-        return wide + sum(section.padded_nbytes for section in sections[: 2 if split else 1])
+        return wide + _filled(schema).slot_bytes
 
     def fill(self, key: str, parts: Sequence[Part], weights: WeightReader) -> None:
         """Reads the expert of record ``key``. Raises DataError, OSError."""
@@ -220,8 +220,8 @@ class Filler:
         """Reads a unit, when the one before it is written, and queues its write."""
         self._free_unit()
         layout = job.layout
-        size = -(-layout.slice_numel * 4 // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-        buffer = Buffer(Arena(size, HugePages.AUTO), [(0, size)], layout.slice_numel * 4)
+        slices = Section("weight", "<f4", layout.slice_numel)
+        (buffer,) = scratch_buffers(GroupLayout(Group.WEIGHTS, (slices,), 0))
         values = buffer.array().view(np.float32)
         reads = []
         for part, begin, end, target in _pieces(job):

@@ -410,17 +410,24 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
+def imported_state(directory: Path) -> ImportState | None:
+    """What the last commit of the store in ``directory`` says of its import; None if it is no import's. Raises
+    StoreFormatError.
+    """
+    packed = read_states(directory, IMPORT_KEY).get(OpenAt.LAST)
+    return None if packed is None else ImportState.unpack(packed, where=str(directory))
+
+
 def _check_same(directory: Path, state: ImportState) -> None:
     """Raises StoreExistsError, StoreFormatError unless this import made the store and no step has trained it."""
-    imports = read_states(directory, IMPORT_KEY).get(OpenAt.LAST)
-    if imports is None:
+    found = imported_state(directory)
+    if found is None:
         raise StoreExistsError(f"{directory}: a store that no import made exists here already")
     trained = read_states(directory, STATE_KEY).get(OpenAt.LAST)
     if trained is not None and TrainState.unpack({STATE_KEY: trained}, where=str(directory)).begun:
         raise StoreExistsError(
             f"{directory}: holds an imported model that has been trained since; give another --store"
         )
-    found = ImportState.unpack(imports, where=str(directory))
     if found.fingerprint != state.fingerprint:
         raise StoreFormatError(f"{directory}: holds the import of another checkpoint; give another --store")
     if replace(found, progress=state.progress) != state:

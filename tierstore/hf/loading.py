@@ -25,12 +25,7 @@ from torch import nn
 from tierstore.capabilities import require_package
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import model_class
-from tierstore.hf.experts import (
-    IMPLEMENTATION,
-    LoadedModule,
-    found_experts,
-    register,
-)
+from tierstore.hf.experts import IMPLEMENTATION, LoadedModule, found_experts, register
 from tierstore.hf.spec import MIXERS
 from tierstore.moe.lora import LoraConfig
 from tierstore.moe.seeds import keyed_generator
@@ -56,7 +51,10 @@ def build_module(config: Any, dtype: torch.dtype) -> LoadedModule:
     wide = [re.compile(pattern.replace("*", ".*")) for pattern in module._get_dtype_plan(dtype)]
     for name, parameter in list(module.named_parameters()):
         kept = torch.float32 if any(pattern.search(name) for pattern in wide) else parameter.dtype
-        _set_parameter(module, name, torch.full((), torch.nan, dtype=kept).expand(parameter.shape))
+        empty = nn.Parameter(torch.full((), torch.nan, dtype=kept).expand(parameter.shape))
+        empty._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers initialises no parameter of this module
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner)._parameters[last] = empty
     module.tie_weights()
     _make_buffers(module, wide)
     return loaded
@@ -103,13 +101,6 @@ def checkpoint_activations(module: Any) -> None:
 
 
 # Parameters and buffers -------------------------------------------------------------------------------------
-
-
-def _set_parameter(module: nn.Module, name: str, data: torch.Tensor) -> None:
-    prefix, _, last = name.rpartition(".")
-    parameter = nn.Parameter(data)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers initialises no parameter of this module
-    module.get_submodule(prefix)._parameters[last] = parameter
 
 
 def _make_buffers(module: Any, wide: list[re.Pattern[str]]) -> None:

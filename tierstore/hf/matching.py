@@ -13,21 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.errors import ConfigError, DataError
-from tierstore.hf.checkpoint import (
-    INDEX_NAME,
-    Checkpoint,
-    TensorInfo,
-    TensorReader,
-    refuse_pointer,
-)
+from tierstore.hf.checkpoint import INDEX_NAME, Checkpoint, TensorInfo, TensorReader, refuse_pointer
 from tierstore.hf.describing import CONFIG_NAME
 from tierstore.hf.families import FAMILIES, Family, OnDisk
-from tierstore.hf.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    ParameterEntry,
-    Quantization,
-)
+from tierstore.hf.manifest import MANIFEST_NAME, Manifest, ParameterEntry, Quantization
 from tierstore.hf.weights import BLOCKS_SUFFIX, MXFP4_GROUP, PLAIN, SCALE_SUFFIX, SCALES_SUFFIX, scale_shape
 from tierstore.hf.writing import Shard, StreamFile, json_bytes
 from tierstore.store.disk.home import fsync_directory, write_durably

@@ -15,14 +15,7 @@ from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow, ParameterPlace, layouts_of_shapes
 from tierstore.errors import ConfigError
 from tierstore.hf.checkpoint import TensorSpec
-from tierstore.hf.writing import (
-    DenseValues,
-    ExpertValues,
-    ExportDtype,
-    Origin,
-    Outline,
-    json_bytes,
-)
+from tierstore.hf.writing import DenseValues, ExpertValues, ExportDtype, Origin, Outline, json_bytes
 from tierstore.model.config import ComputeDtype, ModelConfig, TieEmbeddings
 from tierstore.moe.config import Activation, RouterNoise
 

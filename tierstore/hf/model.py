@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,7 @@ from tierstore.hf.experts import (
     bind,
     routers_of,
 )
-from tierstore.hf.loading import (
-    adapt,
-    build_module,
-    checkpoint_activations,
-    cut_module,
-    refuse_adapters,
-)
+from tierstore.hf.loading import adapt, build_module, checkpoint_activations, cut_module, refuse_adapters
 from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Batch, ModelOutput, TaskSegment, joint_loss, segment_losses
 from tierstore.model.store_schema import BUFFERS_KEY, pack_arrays, unpack_arrays
@@ -81,16 +74,6 @@ def build_model(
         ledger=ledger,
     )
     return model
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """The model's state of the current forward pass, and the states of its random generators."""
-
-    seed: tuple[int, int]
-    loads: tuple[dict[int, Tensor], Tensor | None]
-    logits: dict[int, Tensor] | None
-    generators: Tensor
 
 
 class HfModel:
@@ -216,16 +199,13 @@ class HfModel:
         """A forward pass that a backward pass will follow has returned."""
         self._balance.count(self.loads.all())
 
-    def suspend(self) -> _UnderWay:
+    def suspend(self) -> tuple[Any, ...]:
         drawn = generator_states(self._devices())
-        loads = self.loads.by_layer, self.loads.mask_T
-        return _UnderWay(self._seed, loads, self._aux_loss.under_way, drawn)
+        return self._seed, self.loads.by_layer, self.loads.mask_T, self._aux_loss.under_way, drawn
 
-    def resume(self, state: object) -> None:
-        assert isinstance(state, _UnderWay)
-        self._seed, self._aux_loss.under_way = state.seed, state.logits
-        self.loads.by_layer, self.loads.mask_T = state.loads
-        set_generator_states(state.generators, self._devices())
+    def resume(self, state: Any) -> None:
+        self._seed, self.loads.by_layer, self.loads.mask_T, self._aux_loss.under_way, drawn = state
+        set_generator_states(drawn, self._devices())
 
     def leaving(self, block: int, output: Any) -> list[Tensor]:
         logits = (self._aux_loss.under_way or {}).pop(block, None)

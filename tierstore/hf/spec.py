@@ -115,8 +115,8 @@ class HfSpec(ModelSpec):
         head = _head(self, tokens) if numbers.stop == len(units) else 0
         if self.checkpoint_activations is CheckpointActivations.BLOCK:
             inputs = len(layers) * tokens * self.d_model * self.compute_dtype.itemsize
-            return inputs + max(head, max(layer.kept + layer.scratch for layer in layers))
-        return sum(layer.kept for layer in layers) + max(head, max(layer.scratch for layer in layers))
+            return inputs + max(head, max(map(sum, layers)))
+        return sum(kept for kept, _ in layers) + max(head, max(scratch for _, scratch in layers))
 
     def layer_order_bytes(self, tokens: int, micro_batches: int) -> int:
         """The graphs of one layer for all micro-batches at once, with the stream before and after it."""
@@ -325,18 +325,9 @@ def attention_sizes(spec: HfSpec, unit: UnitEntry) -> AttentionSizes:
     return AttentionSizes(queries, values, found["kv_a_proj_with_mqa"][0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Bytes of one decoder layer: ``kept`` for the backward pass, ``scratch`` beside that while it runs."""
-
-    kept: int
-    scratch: int
-
-
 def _widest(spec: HfSpec, tokens: int) -> int:
     """The most bytes of one decoder layer."""
-    layers = [_layer(spec, index, unit, tokens) for index, unit in enumerate(spec.manifest.units[1:-1])]
-    return max(layer.kept + layer.scratch for layer in layers)
+    return max(sum(_layer(spec, index, unit, tokens)) for index, unit in enumerate(spec.manifest.units[1:-1]))
 
 
 def _head(spec: HfSpec, tokens: int) -> int:
@@ -350,7 +341,8 @@ def _norm(width: int, size: int, tokens: int) -> int:
     return tokens * size * (4 + 2 * width)
 
 
-def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
+def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> tuple[int, int]:
+    """Bytes of one decoder layer: kept for the backward pass, and scratch beside that while it runs."""
     width, d, seq = spec.compute_dtype.itemsize, spec.d_model, min(spec.seq_len, tokens)
     names = {parameter.name.split(".", 3)[-1]: parameter.shape for parameter in unit.parameters}
     attention = attention_sizes(spec, unit)
@@ -380,7 +372,7 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
             kept += tokens * seq * shape[0] * width
             scratch += tokens * seq * shape[0] * 5
     if index not in spec.moe_layers:
-        return _Layer(kept, scratch)
+        return kept, scratch
     expert, rows = spec.expert_shape, tokens * spec.top_k
     results = rows * d * width
     kept += tokens * spec.experts * 24
@@ -390,9 +382,7 @@ def _layer(spec: HfSpec, index: int, unit: UnitEntry, tokens: int) -> _Layer:
     else:
         again = results
     # Gradients of results, inputs, gradients of inputs; and one expert's with every token at it.
-    return _Layer(
-        kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width
-    )
+    return kept, scratch + 3 * results + again + tokens * (expert.inner_rows + 2 * expert.d_ff) * width
 
 
 # Of a store -------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from tierstore import _native
 from tierstore._native import Buffer, Priority
 from tierstore.dense import UnitLayout
 from tierstore.errors import StoreFormatError
+from tierstore.hf.checkpoint import WINDOW_BYTES
 from tierstore.hf.weights import Bits, Floats, round_bf16, widen_bf16
-from tierstore.hf.writing import WINDOW_BYTES
 from tierstore.machine import MemoryAccount
 from tierstore.model.store_schema import TrainState, expert_key, with_all_buffers
 from tierstore.quant.layout import dequantize

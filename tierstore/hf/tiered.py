@@ -141,8 +141,8 @@ class TieredModel:
     """An open model and its store; ``open_model`` makes it. One thread at a time."""
 
     def __init__(self, parts: SessionParts, watch: PassWatch) -> None:
-        self._parts = parts
-        self._watch = watch
+        #: The session's parts (store, schedule, counters), and where the loop stands.
+        self.parts, self.watch = parts, watch
         self._stepper = Stepper(parts)
         self._stack = contextlib.ExitStack()
         #: The store's identity and step, for a loop's checkpoints.
@@ -154,22 +154,17 @@ class TieredModel:
         watch.attach(model, parts, self._stepper)
 
     @property
-    def parts(self) -> SessionParts:
-        """The session's parts: store, schedule, counters."""
-        return self._parts
-
-    @property
     def position(self) -> int:
         """Steps that were taken, skipped or abandoned since the import."""
-        return self._parts.state.position
+        return self.parts.state.position
 
     def account(self, rows: int, length: int) -> MemoryAccount:
         """What the process will hold if a pass has at most ``rows`` sequences of ``length`` tokens."""
-        config = self._parts.config
+        config = self.parts.config
         spec = config.spec.vary("seq_len", length) or config.spec
         config = replace(config, model=spec, data=replace(config.data, batch_size=rows, micro_batches=1))
-        device = DeviceKind.of(self._parts.mesh.device.type)
-        process = self._parts.account.parts["process"]
+        device = DeviceKind.of(self.parts.mesh.device.type)
+        process = self.parts.account.parts["process"]
         return fixed_cost(config, process, device=device, text=0).account(config, device)
 
     # Steps --------------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ class TieredModel:
 
     def commit(self, *, snapshot: str | None = None) -> int:
         """Makes everything up to the last step durable; returns the commit's generation. Raises StepError in a step."""
-        if self._watch.step is not None:
+        if self.watch.step is not None:
             raise StepError(f"commit: {self._open_message()}")
         return self._stepper.commit(snapshot=snapshot)
 
@@ -219,11 +214,6 @@ class TieredModel:
 
     # For the drivers of steps -------------------------------------------------------------------------------
 
-    @property
-    def watch(self) -> PassWatch:
-        """The watch of the loop's passes."""
-        return self._watch
-
     def open_step(self, lr: float, *, max_grad_norm: float | None, backward_passes: int | None) -> TieredStep:
         """Opens a step, which ``close_step`` or ``abort_step`` ends."""
         if not (math.isfinite(lr) and lr >= 0):
@@ -232,15 +222,15 @@ class TieredModel:
             raise StepError(f"max_grad_norm: expected more than 0, or None, got {max_grad_norm}")
         opened = self._stack.enter_context(self._stepper.step(lr, passes=backward_passes))
         opened.clip_norm = max_grad_norm or 0.0
-        self._watch.begin_step(opened)
-        return TieredStep(self._parts, self._watch, opened)
+        self.watch.begin_step(opened)
+        return TieredStep(self.parts, self.watch, opened)
 
     def close_step(self) -> None:
         """Takes the open step; raises StepError, and abandons the step, if it is not complete."""
-        step, problem = self._watch.step, None
+        step, problem = self.watch.step, None
         assert step is not None
         try:
-            self._watch.settle()
+            self.watch.settle()
             if step.outcome is StepOutcome.OPEN:
                 problem = self._incomplete(step)
             if problem is not None:
@@ -251,17 +241,17 @@ class TieredModel:
         try:
             self._stack.close()
         finally:
-            self._watch.end_step()
+            self.watch.end_step()
         if problem is not None:
             raise StepError(problem)
 
     def abort_step(self, error: BaseException) -> None:
         """Abandons the open step. Within a pass this poisons the store, which then only has its last commit."""
-        step = self._watch.step
+        step = self.watch.step
         assert step is not None
         try:
-            self._watch.settle()
-            self._parts.store.failures.check()
+            self.watch.settle()
+            self.parts.store.failures.check()
         except Exception:
             with contextlib.suppress(BaseException):
                 self._stack.__exit__(type(error), error, error.__traceback__)
@@ -269,28 +259,28 @@ class TieredModel:
             step.abandon()
             self._stack.close()
         finally:
-            self._watch.end_step()
+            self.watch.end_step()
 
     def close(self) -> None:
         """Stops watching. If a step is open, abandons it and raises StepError."""
-        self._watch.detach()
-        if self._watch.step is not None:
+        self.watch.detach()
+        if self.watch.step is not None:
             problem = StepError(self._open_message())
             self.abort_step(problem)
             raise problem
 
     def _incomplete(self, step: OpenStep) -> str | None:
-        if self._watch.is_due():
+        if self.watch.is_due():
             return "the step ends before the backward pass of its last forward pass"
-        if not self._watch.passes:
+        if not self.watch.passes:
             return "the step ends without a backward pass; call step.abandon() to end it without one"
-        if step.passes not in (None, self._watch.passes):
-            return f"the step ends after {self._watch.passes} of {step.passes} backward passes"
+        if step.passes not in (None, self.watch.passes):
+            return f"the step ends after {self.watch.passes} of {step.passes} backward passes"
         return None
 
     def _open_message(self) -> str:
         return (
-            f"a step with {self._watch.passes} backward passes is open: end it first (with optimizer.step(), where it was "
+            f"a step with {self.watch.passes} backward passes is open: end it first (with optimizer.step(), where it was "
             "opened by one)"
         )
 

@@ -25,7 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.dense import UnitLayout
-from tierstore.hf.checkpoint import ALIGNMENT, INDEX_NAME, SINGLE_NAME, TensorInfo, TensorSpec
+from tierstore.hf.checkpoint import (
+    ALIGNMENT,
+    INDEX_NAME,
+    SINGLE_NAME,
+    WINDOW_BYTES,
+    TensorInfo,
+    TensorSpec,
+)
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.machine import require_space
 from tierstore.stats import OnProgress
@@ -38,7 +45,6 @@ METADATA = {"format": "pt"}
 
 #: Marks a directory as an incomplete export of tierstore.
 _MARKER = ".tierstore-export"
-WINDOW_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
 

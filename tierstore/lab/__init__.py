@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tierstore.lab.importing import import_trace as import_trace
     from tierstore.lab.importing import import_trace_async as import_trace_async
     from tierstore.lab.importing import options_of as options_of
-    from tierstore.lab.live import Recording as Recording
-    from tierstore.lab.live import recording_of as recording_of
     from tierstore.lab.miss_curves import curves as curves
     from tierstore.lab.report import write_report as write_report
     from tierstore.lab.requests import Requests as Requests
@@ -46,9 +44,11 @@ if TYPE_CHECKING:
     from tierstore.lab.routing import Sections as Sections
     from tierstore.lab.simulate import Contract as Contract
     from tierstore.lab.simulate import PolicySpec as PolicySpec
+    from tierstore.lab.simulate import Recording as Recording
     from tierstore.lab.simulate import Replayed as Replayed
     from tierstore.lab.simulate import ReplaySetting as ReplaySetting
     from tierstore.lab.simulate import known_policies as known_policies
+    from tierstore.lab.simulate import recording_of as recording_of
     from tierstore.lab.tuning import Hindsight as Hindsight
     from tierstore.lab.tuning import TuneOptions as TuneOptions
     from tierstore.lab.tuning import Tuning as Tuning

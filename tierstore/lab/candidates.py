@@ -136,7 +136,7 @@ def starting_grid(
             specs.append(PolicySpec(name))
     table = requests.table
     shares = np.array(quotas_by_layer(table.present_layers, capacity_frames))
-    layered = len(table.present_layers) > 1 and bool((shares >= table.least_quotas(headroom=1)).all())
+    layered = len(table.present_layers) > 1 and bool((shares >= table.least_quotas).all())
     return [Candidate(spec, scope) for scope in scopes if scope is Scope.GLOBAL or layered for spec in specs]
 
 
@@ -215,7 +215,7 @@ def layer_curves(
     threads: int = 0,
 ) -> list[list[tuple[int, float]]]:
     """Each layer's cost by quota, one point a replay; empty for layers without requests."""
-    least = requests.table.least_quotas(headroom=1)
+    least = requests.table.least_quotas
     frames = requests.table.layer_frames.astype(np.int64)
     quotas = [np.maximum(least, np.ceil(level * frames).astype(np.int64)) for level in _LEVELS]
     settings = [
@@ -281,7 +281,7 @@ def split_capacity(requests: Requests, curves: Sequence[CostCurve], capacity_fra
     """Quotas of all layers by the marginal gains on ``curves`` (``layer_curves``), as a live store computes them from the
     shares of a configuration.
 
-    Raises ValueError for a capacity that is less than ``EntryTable.least_quotas`` with a frame of headroom.
+    Raises ValueError for a capacity that is less than ``EntryTable.least_quotas``.
     """
     shares = layer_shares(greedy_split(curves, capacity_frames))
     return tuple(quotas_by_layer(requests.table.present_layers, capacity_frames, shares))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from tierstore._native import Detail
 from tierstore.cache.access import Phase
-from tierstore.errors import ConfigError
+from tierstore.config import check_least, check_positive
 from tierstore.lab.requests import Requests
 from tierstore.lab.results import Outcome
 from tierstore.lab.simulate import Replayed, ReplaySetting, replay_one
@@ -83,16 +83,10 @@ class Machine:
     compute_s: float = field(init=False)  # of a step: given or predicted
 
     def __post_init__(self) -> None:
-        for name in (
-            *("read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s"),
-            *("endurance_bytes", "drive_bytes", "steps_per_s"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
+        check_positive(self, "read_bytes_per_s", "write_bytes_per_s", "mixed_bytes_per_s")
+        check_positive(self, "endurance_bytes", "drive_bytes", "steps_per_s")
+        check_least(self, 0, "compute_s_per_step")
         compute = self.compute_s_per_step
-        if compute is not None and not (math.isfinite(compute) and compute >= 0):
-            raise ConfigError(f"compute_s_per_step: expected at least 0, got {compute}")
         if compute is None:
             compute = 0.0 if self.run is None else _predicted_compute_s(self.run, self.profile)
         object.__setattr__(self, "compute_s", compute)

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError
 from tierstore.lab.importers.plain import stepped
 from tierstore.lab.routing import Passes, Sections, expert_masks, expert_table, routing_events
@@ -22,12 +23,6 @@ from tierstore.trace.format import EventColumns, RecordTable, Trace, TraceHeader
 
 _CHUNK_REQUESTS = 1 << 18
 _CHUNK_CELLS = 1 << 23  # of the noise that top-k sampling draws at a time
-
-
-def _at_least(low: float, **values: float) -> None:
-    for name, value in values.items():
-        if value < low:
-            raise ConfigError(f"{name}: expected at least {low:g}, got {value:g}")
 
 
 class Workload(Protocol):
@@ -71,8 +66,8 @@ class Zipf:
     phase_requests: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(1, keys=self.keys)
-        _at_least(0, alpha=self.alpha, drift=self.drift, phase_requests=self.phase_requests)
+        check_least(self, 1, "keys")
+        check_least(self, 0, "alpha", "drift", "phase_requests")
 
     def stream(self, seed: np.random.SeedSequence) -> KeyStream:
         return _ZipfStream(self, seed)
@@ -117,7 +112,7 @@ class Scan:
     keys: int
 
     def __post_init__(self) -> None:
-        _at_least(1, keys=self.keys)
+        check_least(self, 1, "keys")
 
     def stream(self, seed: np.random.SeedSequence) -> KeyStream:
         return _ScanStream(self.keys)
@@ -186,9 +181,7 @@ class KeyWorkload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(
-            1, requests=self.requests, requests_per_step=self.requests_per_step, key_bytes=self.key_bytes
-        )
+        check_least(self, 1, "requests", "requests_per_step", "key_bytes")
 
     def table(self) -> RecordTable:
         return RecordTable.of_columns(0, (1, 0, 0), (self.key_bytes, 0, 0), 1, count=self.source.keys)
@@ -228,9 +221,8 @@ class RoutingWorkload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(1, layers=self.layers, experts=self.experts, k=self.k, steps=self.steps)
-        _at_least(1, tokens_per_step=self.tokens_per_step, weight_bytes=self.weight_bytes)
-        _at_least(0, skew=self.skew, persistence=self.persistence)
+        check_least(self, 1, "layers", "experts", "k", "steps", "tokens_per_step", "weight_bytes")
+        check_least(self, 0, "skew", "persistence")
         if self.k > self.experts:
             raise ConfigError(f"k: expected at most {self.experts} experts, got {self.k}")
         if self.persistence > 1:

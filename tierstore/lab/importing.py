@@ -31,9 +31,8 @@ from tierstore.lab.importers.plain import (
 )
 from tierstore.lab.importers.topk_npz import TopkImporter, TopkOptions
 from tierstore.outputs import OutputKind, check_output, replacing
+from tierstore.trace.files import TraceWriter, read_summary
 from tierstore.trace.format import EventColumns, RecordTable, TraceHeader, TraceKind
-from tierstore.trace.reader import read_summary
-from tierstore.trace.writer import TraceWriter
 
 _HEAD_BYTES = 1 << 16
 _MAX_REQUESTS = 1 << 40  # a trace with more is not believed to be one

@@ -69,7 +69,7 @@ def curve_capacities(requests: Requests, points: int, *, scope: Scope = Scope.GL
     elif scope is Scope.GLOBAL:
         least = requests.table.largest_record_frames + 1
     else:
-        least = int(requests.table.least_quotas(headroom=1).sum())
+        least = int(requests.table.least_quotas.sum())
     wanted = {max(1, round(requests.table.total_frames * point / points)) for point in range(1, points + 1)}
     return sorted(frames for frames in wanted if frames >= least) or [requests.table.total_frames]
 
@@ -116,7 +116,7 @@ def lru_curve(
     )
     # Misses at c entries: first requests, and requests with a reuse distance above c.
     deeper = np.concatenate((np.cumsum(found["depths"][::-1], dtype=np.int64)[::-1], [0]))
-    created = len(requests.creations.since(warmup).events)
+    created = len(requests.creations(since=warmup)[0])
     warm = _distinct(requests.entries[: int(requests.offsets[warmup])])
     distinct = _distinct(requests.entries)
     size = int(requests.table.frames[0])

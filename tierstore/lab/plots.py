@@ -130,17 +130,14 @@ def half_life_plot(found: HalfLifeMap) -> str:
         axes.set_xticks(
             np.arange(columns) + 0.5, [f"{fraction:.0%}" for fraction in found.capacity_fractions]
         )
-        axes.set_yticks(np.arange(rows) + 0.5, [_half_life(value) for value in found.half_lives])
+        named = ["never" if np.isinf(value) else f"{value:g}" for value in found.half_lives]
+        axes.set_yticks(np.arange(rows) + 0.5, named)
         axes.set(xlabel="capacity", ylabel="half-life, steps")
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         figure.colorbar(image, ax=axes, label="miss ratio", fraction=0.05, pad=0.02)
         return svg_of(figure)
-
-
-def _half_life(value: float) -> str:
-    return "never" if np.isinf(value) else f"{value:g}"
 
 
 def windows_plot(outcomes: Sequence[Outcome], styles: dict[str, PlotStyle]) -> str:

@@ -25,8 +25,8 @@ from tierstore._native import Oversized
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.results import TraceInfo
+from tierstore.trace.files import read_chunks, read_summary
 from tierstore.trace.format import Trace, TraceHeader, TraceKind
-from tierstore.trace.reader import read_chunks, read_summary
 from tierstore.units import parse_size, printable
 
 SECTION_GROUPS = 3
@@ -111,10 +111,11 @@ class EntryTable:
         """Frames of the largest record with all of its groups: what a live cache must hold at once."""
         return int(self.record_frames.max(initial=0))
 
-    def least_quotas(self, headroom: int = 0) -> NDArray[np.int64]:
+    @property
+    def least_quotas(self) -> NDArray[np.int64]:
         """The fewest frames that ``tierstore train`` accepts for each layer [layers]: the largest record of any layer,
-        and ``headroom``."""
-        return np.where(self.layer_frames > 0, self.largest_record_frames + headroom, 0)
+        and a frame of headroom."""
+        return np.where(self.layer_frames > 0, self.largest_record_frames + 1, 0)
 
     @property
     def pins(self) -> str:
@@ -148,19 +149,6 @@ class EntryTable:
                 f"(the footprint of the trace is {self.total_frames} frames)"
             )
         return frames
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Creations:
-    """First requests of entries without a backing copy: nothing is read, whatever the policy. In event order."""
-
-    events: NDArray[np.int64]
-    entries: NDArray[np.uint32]
-
-    def since(self, event: int) -> Creations:
-        """The first requests in ``event`` and later ones."""
-        first = int(np.searchsorted(self.events, event))
-        return Creations(self.events[first:], self.entries[first:])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -272,15 +260,22 @@ class Requests:
             np.maximum.at(largest, self.layers[asked], frames)
         return largest
 
+    def creations(self, since: int = 0) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        """The events from ``since`` on, and entries, of first requests of entries without a backing copy: nothing is read,
+        whatever the policy.
+        """
+        events, entries = self._creations
+        first = int(np.searchsorted(events, since))
+        return events[first:], entries[first:]
+
     @cached_property
-    def creations(self) -> Creations:
-        """The requests that create their entry."""
+    def _creations(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         positions = np.flatnonzero(~self.table.stored[self.entries])
         entries, first = np.unique(self.entries[positions], return_index=True)
         order = np.argsort(first, kind="stable")
         asked = positions[first[order]].astype(np.uint64)
         events = np.searchsorted(self.offsets, asked, side="right").astype(np.int64) - 1
-        return Creations(events, entries[order])
+        return events, entries[order]
 
     @property
     def info(self) -> TraceInfo:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,56 +135,38 @@ def step_blocks(
         yield first, tokens[first : first + at_once]
 
 
-def decode_tokens(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.int64]:
-    """The token that each of ``sequences`` slots decodes at each step: [steps, sequences], indices.
+def decoded_sequences(
+    prompt_len: NDArray[np.integer], sequences: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """The token that each of ``sequences`` slots decodes at each step, as an index, and the number by which accesses
+    identify its sequence, 0 to 6: [steps, sequences] each.
 
     Prompts are taken in order, each by the slot that is free first (of equals the lowest), and decoded one
     token a step. It ends when a slot is free and no prompt is left, so that every step has all sequences.
-    """
-    placed, steps = _placed(prompt_len, sequences)
-    tokens = np.zeros((steps, sequences), np.int64)
-    for one in placed:
-        tokens[one.begin : one.end, one.slot] = np.arange(one.token, one.token + one.end - one.begin)
-    return tokens
-
-
-def sequence_numbers(prompt_len: NDArray[np.integer], sequences: int) -> NDArray[np.uint8]:
-    """The numbers by which accesses identify the sequences of ``decode_tokens``: [steps, sequences], 0 to 6.
 
     A prompt gets the number that has been free for longest (among equals the lowest), so that it is not mistaken for the
     previous prompt; with seven sequences or more, its slot's number modulo 7.
     """
-    placed, steps = _placed(prompt_len, sequences)
-    numbers = np.zeros((steps, sequences), np.uint8)
-    free_at = [0] * _NUMBERS
-    for one in sorted(placed, key=lambda one: (one.begin, one.slot)):
-        free = [number for number in range(_NUMBERS) if free_at[number] <= one.begin]
-        number = one.slot % _NUMBERS
-        if sequences < _NUMBERS:
-            number = min(free, key=lambda number: (free_at[number], number))
-        free_at[number] = max(free_at[number], one.end)
-        numbers[one.begin : one.end, one.slot] = number
-    return numbers
-
-
-class _Placed(NamedTuple):
-    """A prompt whose first token is ``token``, decoded in ``slot`` in steps ``begin`` up to ``end``."""
-
-    slot: int
-    begin: int
-    end: int
-    token: int
-
-
-def _placed(prompt_len: NDArray[np.integer], sequences: int) -> tuple[list[_Placed], int]:
-    """The slot and steps of each prompt that has a step, and the number of steps."""
-    free_at = np.zeros(sequences, np.int64)
-    found, token = [], 0
+    slot_free_at = np.zeros(sequences, np.int64)
+    placed: list[tuple[int, int, int, int]] = []
+    token = 0
     for length in prompt_len.tolist():
-        slot = int(np.argmin(free_at))
-        begin = int(free_at[slot])
-        found.append(_Placed(slot, begin, begin + length, token))
-        free_at[slot] += length
+        slot = int(np.argmin(slot_free_at))
+        placed.append((int(slot_free_at[slot]), slot, length, token))
+        slot_free_at[slot] += length
         token += length
-    steps = int(free_at.min())
-    return [one._replace(end=min(one.end, steps)) for one in found if one.begin < min(one.end, steps)], steps
+    steps = int(slot_free_at.min())
+    tokens, numbers = np.zeros((steps, sequences), np.int64), np.zeros((steps, sequences), np.uint8)
+    number_free_at = [0] * _NUMBERS
+    for begin, slot, length, token in sorted(placed):
+        end = min(begin + length, steps)
+        if begin >= end:
+            continue
+        number = slot % _NUMBERS
+        if sequences < _NUMBERS:
+            free = [number for number in range(_NUMBERS) if number_free_at[number] <= begin]
+            number = min(free, key=lambda number: (number_free_at[number], number))
+        number_free_at[number] = max(number_free_at[number], end)
+        tokens[begin:end, slot] = np.arange(token, token + end - begin)
+        numbers[begin:end, slot] = number
+    return tokens, numbers

@@ -10,7 +10,7 @@
 
 A run with prefetches reserves a part of its cache for them, which changes the best setting. So if the trace has the
 prefetches of its run, every candidate is replayed once, over the whole trace, as it was recorded
-(``tierstore.lab.live``). The choice still sees the prefix alone, since a step's counts do not depend on later steps.
+(``replay_recorded``). The choice still sees the prefix alone, since a step's counts do not depend on later steps.
 Only the split of the capacity comes from curves without lookahead; it is then scored with it.
 
 Without prefetches the cost of steps 1 and 2 does not depend on the trace's length; steps 3 and 4 take some twenty replays.
@@ -45,11 +45,19 @@ from tierstore.lab.candidates import (
     starting_grid,
 )
 from tierstore.lab.costs import Machine, Objective, cost_by_step, with_costs
-from tierstore.lab.live import LiveReplay, Recording, replay_recorded
 from tierstore.lab.miss_curves import Regime, curves, survey
 from tierstore.lab.requests import Capacity, Requests
 from tierstore.lab.results import Curve, HalfLifeMap, Outcome, RegimeStudy, TuneResult, TuneVerdict
-from tierstore.lab.simulate import Contract, Replayed, contract_name, replay_each, suits
+from tierstore.lab.simulate import (
+    Contract,
+    LiveReplay,
+    Recording,
+    Replayed,
+    contract_name,
+    replay_each,
+    replay_recorded,
+    suits,
+)
 from tierstore.stats import OnProgress
 
 OnStage: TypeAlias = Callable[[str, int, int], None]

@@ -74,17 +74,15 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class PartSpan:
-    """The position of a part: its ``first`` value in the flat weights; bytes of ``codes`` and ``scales`` in the record.
+    """The position of a part: its ``values`` in the flat weights; bytes of its ``codes`` and ``scales`` in the record.
 
     A PLAIN part has no codes, and its values in place of scales.
     """
 
     part: WeightPart
-    first: int
-    codes: int
-    codes_end: int
-    scales: int
-    scales_end: int
+    values: slice
+    codes: slice
+    scales: slice
 
 
 @dataclass(frozen=True)
@@ -110,14 +108,15 @@ class QuantizedLayout:
             codes_end = offset + (0 if plain else blocks * self.codes.block_bytes)
             scales = _aligned(codes_end)
             end = scales + 4 * (part.numel if plain else blocks * self.codes.block_floats)
-            spans.append(PartSpan(part, first, offset, codes_end, scales, end))
-            first, offset = first + part.numel, _aligned(end)
+            values = slice(first, first + part.numel)
+            spans.append(PartSpan(part, values, slice(offset, codes_end), slice(scales, end)))
+            first, offset = values.stop, _aligned(end)
         return tuple(spans)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the weights of one record, gaps included."""
-        return _aligned(self.spans[-1].scales_end)
+        return _aligned(self.spans[-1].scales.stop)
 
     def as_json(self) -> dict[str, object]:
         """The parts alone: the schema holds the format."""
@@ -151,16 +150,15 @@ def quantize(layout: QuantizedLayout, weights: Floats, into: Bytes, *, name: str
         )
     end = 0
     for span in layout.spans:
-        into[end : span.codes] = 0
-        into[span.codes_end : span.scales] = 0
-        end = span.scales_end
-        values, scales = _values(span, weights), into[span.scales : end].view(np.float32)
+        into[end : span.codes.start] = 0
+        into[span.codes.stop : span.scales.start] = 0
+        end = span.scales.stop
+        values, scales = _values(span, weights), into[span.scales].view(np.float32)
         if span.part.kind is PartKind.PLAIN:
             finite = bool(np.isfinite(values).all())
             scales[:] = values.ravel()
         else:
-            codes = into[span.codes : span.codes_end]
-            finite = _native.quantize(layout.codes.native, codes, scales, values)
+            finite = _native.quantize(layout.codes.native, into[span.codes], scales, values)
         if not finite:
             raise DataError(
                 f"{name}: has a weight that is not finite, or too large to be stored as {layout.codes.value}"
@@ -172,22 +170,19 @@ def dequantize(layout: QuantizedLayout, data: Bytes) -> Floats:
     """Decode ``data`` to flat fp32 weights."""
     weights = np.empty(layout.numel, np.float32)
     for span in layout.spans:
-        part = span.part
-        scales = data[span.scales : span.scales_end].view(np.float32)
-        target = weights[span.first : span.first + part.numel]
+        part, target, scales = span.part, weights[span.values], data[span.scales].view(np.float32)
         if part.kind is PartKind.PLAIN:
             target[:] = scales
             continue
         matrix = np.empty((part.rows, part.columns), np.float32)
-        _native.dequantize(layout.codes.native, matrix, data[span.codes : span.codes_end], scales)
+        _native.dequantize(layout.codes.native, matrix, data[span.codes], scales)
         target[:] = matrix.T.ravel() if part.kind is PartKind.TRANSPOSED else matrix.ravel()
     return weights
 
 
 def _values(span: PartSpan, weights: Floats) -> Floats:
     """The part as (outputs, inputs), contiguous."""
-    part = span.part
-    flat = weights[span.first : span.first + part.numel]
+    part, flat = span.part, weights[span.values]
     if part.kind is PartKind.TRANSPOSED:
         return np.ascontiguousarray(flat.reshape(part.columns, part.rows).T)
     return np.ascontiguousarray(flat.reshape(part.rows, part.columns))

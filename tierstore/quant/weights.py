@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tierstore import _native
 from tierstore.errors import ConfigError
-from tierstore.quant.layout import BLOCK, CodeFormat, PartSpan, QuantizedLayout
+from tierstore.quant.layout import BLOCK, CodeFormat, QuantizedLayout
 
 #: Codes that share a byte are this far apart.
 _HALF = 16
@@ -46,8 +46,7 @@ class QuantizedWeights:
         if self.products is None:
             torch.mm(x_MK, self.matrix(index, x_MK.dtype).t(), out=out_MN)
             return
-        codes = self.data[span.codes : span.codes_end].numpy()
-        scales = self.data[span.scales : span.scales_end].numpy().view(np.float32)
+        codes, scales = self.data[span.codes].numpy(), self.data[span.scales].numpy().view(np.float32)
         # A slice of an expert's own rows is contiguous; others are copied.
         out = (
             out_MN
@@ -60,16 +59,15 @@ class QuantizedWeights:
             out_MN.copy_(out)
 
     def plain(self, index: int) -> Tensor:
-        """Part ``index``, which stays unquantised: fp32, 1-D."""
-        span = self.layout.spans[index]
-        return self.data[span.scales : span.scales_end].view(torch.float32)
+        """The fp32 numbers of part ``index``, 1-D: the scales of a matrix, or the values of a part without codes."""
+        return self.data[self.layout.spans[index].scales].view(torch.float32)
 
     def matrix(self, index: int, dtype: torch.dtype) -> Tensor:
         """Part ``index``, a matrix, dequantised in fp32 and rounded to ``dtype``: (outputs, inputs), on the same device."""
         span = self.layout.spans[index]
         blocks = -(-span.part.columns // BLOCK)
-        codes = self.data[span.codes : span.codes_end].view(span.part.rows, blocks, -1)
-        scales = self._scales(span).view(span.part.rows, blocks, -1, 1)
+        codes = self.data[span.codes].view(span.part.rows, blocks, -1)
+        scales = self.plain(index).view(span.part.rows, blocks, -1, 1)
         if self.layout.codes is CodeFormat.INT8:
             weights = codes.view(torch.int8).float() * scales[:, :, 0]
         else:
@@ -77,9 +75,6 @@ class QuantizedWeights:
             both = torch.stack((halves & 15, halves >> 4), dim=3).view(span.part.rows, blocks, BLOCK)
             weights = both.float() * scales[:, :, 0] + scales[:, :, 1]
         return weights.view(span.part.rows, -1)[:, : span.part.columns].to(dtype)
-
-    def _scales(self, span: PartSpan) -> Tensor:
-        return self.data[span.scales : span.scales_end].view(torch.float32)
 
 
 #: An expert's weights: a flat tensor in the compute type, or quantised.

@@ -6,7 +6,7 @@
     opening.py     opens a store as a served model
     footprint.py   memory: budgets for experts, dense parameters, keys and values
     planning.py    predicts the memory and the speed of serving
-    experts/       sources of experts: the host cache, or device slots with chosen experts or a ring of whole layers
+    experts.py     sources of experts: the host cache, or device slots with chosen experts or a ring of whole layers
     dense.py       dense parameters: loading, fast products of few rows, compiled graphs
     model.py       forward passes with a cache of keys and values
     batch.py       sequences that join and leave: one padded batch, or batch-invariant passes

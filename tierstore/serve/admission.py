@@ -143,16 +143,12 @@ class RequestQueue:
         self._retry_after_s = retry_after_s
         self._changed = threading.Condition()  # guards the three below
         self._waiting: deque[GenerationRequest] = deque()
-        self._tokens = 0
+        #: The most tokens of all waiting requests, prompts and answers.
+        self.tokens = 0
         self._state = _State.OPEN
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    @property
-    def tokens(self) -> int:
-        """The most tokens of all waiting requests, prompts and answers."""
-        return self._tokens
 
     @property
     def accepting(self) -> bool:
@@ -170,14 +166,14 @@ class RequestQueue:
                     f"the queue is full ({len(self._waiting)} requests are waiting)",
                     retry_after_s=self._retry_after_s(),
                 )
-            if self._waiting and self._tokens + asked > self._limits.queue_tokens:
+            if self._waiting and self.tokens + asked > self._limits.queue_tokens:
                 raise RefusedError(
-                    f"the queue is full (waiting requests have {self._tokens} tokens; with {asked} more they would "
+                    f"the queue is full (waiting requests have {self.tokens} tokens; with {asked} more they would "
                     f"exceed {self._limits.queue_tokens})",
                     retry_after_s=self._retry_after_s(),
                 )
             self._waiting.append(request)
-            self._tokens += asked
+            self.tokens += asked
             self._changed.notify()
 
     def remove(self, request: GenerationRequest) -> None:
@@ -186,14 +182,14 @@ class RequestQueue:
             self._changed.notify()  # also if the request is in the batch
             if request in self._waiting:
                 self._waiting.remove(request)
-                self._tokens -= request.most_tokens
+                self.tokens -= request.most_tokens
 
     def give_back(self, waiting: list[GenerationRequest]) -> None:
         """Put taken requests that did not fit the batch back at the front, except those whose client has left."""
         with self._changed:
             wanted = [one for one in waiting if not one.cancelled]
             self._waiting.extendleft(reversed(wanted))
-            self._tokens += sum(one.most_tokens for one in wanted)
+            self.tokens += sum(one.most_tokens for one in wanted)
 
     def take(self, most: int) -> list[GenerationRequest]:
         """Take the first waiting requests: at most ``most``, and no more than ``limits.prefill_tokens`` tokens when each
@@ -207,7 +203,7 @@ class RequestQueue:
                 if taken and longest * (len(taken) + 1) > self._limits.prefill_tokens:
                     break
                 taken.append(self._waiting.popleft())
-                self._tokens -= taken[-1].most_tokens
+                self.tokens -= taken[-1].most_tokens
         return taken
 
     def prompt_tokens(self) -> int:
@@ -236,7 +232,7 @@ class RequestQueue:
         """Accept and serve no more requests; return those that waited."""
         with self._changed:
             self._state = _State.CLOSED
-            left, self._waiting, self._tokens = list(self._waiting), deque(), 0
+            left, self._waiting, self.tokens = list(self._waiting), deque(), 0
             self._changed.notify()
         return left
 

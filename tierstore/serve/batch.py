@@ -23,7 +23,7 @@ from tierstore.errors import BudgetError
 from tierstore.moe.computing import ExpertPass
 from tierstore.moe.guessing import PASS_DRIFT, StreamDrift
 from tierstore.parallel import RankGroup
-from tierstore.serve.experts import ServedExperts, ServingPhase
+from tierstore.serve.experts import CachedExperts, ServingPhase
 from tierstore.serve.model import (
     LayeredCache,
     ServedModel,
@@ -138,7 +138,7 @@ class BatchRunner:
     def __init__(
         self,
         model: ServedModel,
-        experts: ServedExperts,
+        experts: CachedExperts,
         passes: LockstepPasses,
         *,
         sequences: int,

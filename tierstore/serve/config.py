@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.prefetch.plan import PrefetchConfig
@@ -41,8 +42,7 @@ class RingConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.layers < 0:
-            raise ConfigError(f"ring.layers: expected at least 0, got {self.layers}")
+        check_least(self, 0, "layers", table="ring.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,8 @@ class BatchConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.sequences < 1:
-            raise ConfigError(f"batch.sequences: expected at least 1, got {self.sequences}")
-        if self.context < 0:
-            raise ConfigError(f"batch.context: expected at least 0, got {self.context}")
+        check_least(self, 1, "sequences", table="batch.")
+        check_least(self, 0, "context", table="batch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +91,10 @@ class LimitsConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("queue", "queue_tokens", "default_tokens", "prefill_tokens", "body", "connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"limits.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.tokens < 0:
-            raise ConfigError(f"limits.tokens: expected at least 0, got {self.tokens}")
-        for name in ("request_s", "drain_s", "receive_s", "send_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"limits.{name}: expected seconds above 0, got {getattr(self, name)}")
+        counts = ("queue", "queue_tokens", "default_tokens", "prefill_tokens", "body", "connections")
+        check_least(self, 1, *counts, table="limits.")
+        check_least(self, 0, "tokens", table="limits.")
+        check_positive(self, "request_s", "drain_s", "receive_s", "send_s", table="limits.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,8 @@ class ServingEngine:
         self._tokens_left = 0  # most tokens that the batch's answers still get; the model's thread writes it
         self._running: Running | None = None
         self._error: BaseException | None = None
-        self._counts = ModelCounts()
+        #: The model's counters, read between passes about every 0.5 s; after the end, the final ones.
+        self.counts = ModelCounts()
         self._counted_s = float("-inf")
         self._thread = threading.Thread(target=self._serve, name="tierstore-engine")
 
@@ -145,11 +146,6 @@ class ServingEngine:
     def alive(self) -> bool:
         """Whether the model's thread is running: it opens the model, or serves requests."""
         return self._thread.is_alive()
-
-    @property
-    def counts(self) -> ModelCounts:
-        """The model's counters, read between passes about every 0.5 s; after the end, the final ones."""
-        return self._counts
 
     def submit(self, request: GenerationRequest) -> GenerationRequest:
         """Accept a request. Raises RefusedError or ClosingError."""
@@ -329,7 +325,7 @@ class ServingEngine:
         now = time.monotonic()
         if now - self._counted_s >= _COUNTS_EVERY_S:
             self._counted_s = now
-            self._counts = running.counts()
+            self.counts = running.counts()
 
     def _reason(self, error: Exception) -> str:
         """``error`` in one line. Logs the traceback of an unexpected error."""

@@ -45,45 +45,6 @@ def copies_weights(config: ServeConfig, device: DeviceKind) -> bool:
     return config.weights_in_place is Capability.OFF or config.links.copy.on
 
 
-def slot_count(
-    config: ServeConfig, spec: ModelSpec, device: DeviceKind, *, each: int, room: int, free: int | None = None
-) -> int:
-    """Number of device slots of ``each`` bytes. ``room``: bytes of the host budget left for them on a CPU. ``free``: bytes
-    of an accelerator that they may take if ``device_budget`` is 0.
-
-    As many as ``ring.layers`` needs, or as fit in ``device_budget`` or ``free``; without any of these a few, for overlap.
-    Raises BudgetError, ConfigError.
-    """
-    layers = len(spec.moe_layers)
-    if not layers and config.ring.memory is ExpertMemory.RING:
-        raise ConfigError("ring.memory: expected auto or sparse: the model has no experts, got ring")
-    if config.ring.layers > layers:
-        raise ConfigError(f"ring.layers: expected at most {layers}, the MoE layers, got {config.ring.layers}")
-    copied, on_host = copies_weights(config, device), device is DeviceKind.CPU
-    if config.device_budget and config.device_budget < each:
-        raise BudgetError(
-            f"device_budget: {config.device_budget} bytes cannot hold one expert; the minimum is {each} bytes"
-        )
-    asked = config.ring.layers * spec.experts if copied else 0
-    if config.device_budget and asked * each > config.device_budget:
-        raise _too_small("device_budget", config.device_budget, config.ring.layers, asked * each)
-    if on_host and asked * each > room:
-        least = asked * each + config.host_budget - room
-        raise _too_small("host_budget", config.host_budget, config.ring.layers, least)
-    if config.device_budget:
-        budget = config.device_budget
-    elif asked:
-        budget = max(asked, _FEW) * each
-    elif on_host:
-        budget = max(config.host_budget // 8, each)
-    else:
-        budget = max(free or 0, _FEW * each)
-    count = (min(budget, room) if on_host else budget) // each
-    keeps = copied and (config.device_budget or asked or free is not None)
-    most = max(layers * spec.experts, 1) if keeps else _FEW
-    return min(count, most)
-
-
 def _too_small(name: str, budget: int, layers: int, least: int) -> BudgetError:
     return BudgetError(
         f"{name}: {budget} bytes ({format_bytes(budget)}) cannot hold a ring of {layers} layers (ring.layers); the minimum "
@@ -110,104 +71,143 @@ class ServedRecords:
     def schemas(self) -> list[RecordSchema]:
         return [self.experts] if self.pairs is None else [self.experts, self.pairs]
 
-    def slots(self, spec: ModelSpec, count: int) -> DeviceSlots[ComputeDtype]:
-        """Device slots for the weights of ``count`` experts."""
-        return DeviceSlots(self.experts.numel, spec.compute_dtype, count, 0, self.experts.quantized)
-
-    @property
-    def pair_slots(self) -> DeviceSlots[ComputeDtype] | None:
-        """Device slots for pairs; None without any."""
-        return (
-            None if self.pairs is None else DeviceSlots(self.pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedBudgets:
-    """How the budgets for experts are divided, in bytes. ``cache`` includes the ``scratch`` of replays; on a CPU, cache and
+    """How the budgets for experts are divided, in bytes. ``cache`` includes the scratch of replays; on a CPU, cache and
     slots together are the host budget. ``lookahead``: the part of the cache that speculation may hold.
     """
 
     cache: int
-    scratch: int
     lookahead: int
     slots: DeviceSlots[ComputeDtype]
     #: Slots for the LoRA pairs of frozen experts.
     pairs: DeviceSlots[ComputeDtype] | None = None
 
 
-def served_budgets(
-    config: ServeConfig,
-    spec: ModelSpec,
-    records: ServedRecords,
-    device: DeviceKind,
-    *,
-    free: int | None = None,
-) -> ServedBudgets:
-    """Divide the budgets of ``config`` for ``records``. ``free``: bytes of an accelerator that experts may take if
-    ``device_budget`` is 0 (None: not known). Raises BudgetError naming the minimum.
+@dataclass(frozen=True, kw_only=True)
+class ExpertBudget:
+    """The memory for the experts of ``spec``, which are ``records``, served as ``config`` on ``device``."""
 
-    The device tier gets ``slot_count`` slots: fewer if the host budget is tight, but at least one.
-    """
-    one = records.slots(spec, 1)
-    on_host = device is DeviceKind.CPU
-    beside = records.pair_slots
-    beside_bytes = 0 if beside is None else beside.nbytes
-    minimum = least_budget(config, spec, records, device)
-    least_cache = minimum - (one.nbytes + beside_bytes if on_host else 0)
-    if config.host_budget < minimum:
-        raise BudgetError(
-            f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert; "
-            f"the minimum is {minimum} bytes ({format_bytes(minimum)})"
+    config: ServeConfig
+    spec: ModelSpec
+    records: ServedRecords
+    device: DeviceKind
+
+    def of(self, host_budget: int) -> ExpertBudget:
+        """The same with another ``host_budget``."""
+        return replace(self, config=replace(self.config, host_budget=host_budget))
+
+    @property
+    def least(self) -> int:
+        """The smallest host budget that can be divided, in bytes."""
+        cache = minimum_host_budget(
+            self.records.schemas, self.config.cache, len(self.spec.moe_layers), StoreAccess.READ
         )
-    count = slot_count(
-        config,
-        spec,
-        device,
-        each=one.nbytes,
-        room=config.host_budget - least_cache - beside_bytes,
-        free=None if free is None else free - beside_bytes,
-    )
-    slots = records.slots(spec, count)
-    cache = config.host_budget - (slots.nbytes + beside_bytes if on_host else 0)
-    speculated = int((cache - records.scratch) * config.prefetch.budget) if config.prefetch.depth else 0
-    return ServedBudgets(
-        cache=cache,
-        scratch=records.scratch,
-        lookahead=min(speculated, cache - least_cache),
-        slots=slots,
-        pairs=beside,
-    )
+        return self.records.scratch + cache + self._host_slot_bytes
 
+    def full(self, share: float = 1.0) -> int:
+        """The host budget with which the cache holds ``share`` of all experts of a rank, in bytes."""
+        count = -(-self.spec.experts // self.records.ranks) * len(self.spec.moe_layers)
+        each = sum(part.padded_nbytes for part in self.records.experts.layout(Group.WEIGHTS).sections)
+        ample = max(16 * count * each, self.least)  # beside the cache it leaves the most of any
+        beside = ample - self.of(ample).divided().cache
+        return max(round(share * count), 1) * each + beside + self.records.scratch
 
-def least_budget(
-    config: ServeConfig,
-    spec: ModelSpec,
-    records: ServedRecords,
-    device: DeviceKind,
-) -> int:
-    """The smallest host budget that ``served_budgets`` accepts, in bytes."""
-    cache = minimum_host_budget(records.schemas, config.cache, len(spec.moe_layers), StoreAccess.READ)
-    beside = records.pair_slots
-    slots = records.slots(spec, 1).nbytes + (0 if beside is None else beside.nbytes)
-    return records.scratch + cache + (slots if device is DeviceKind.CPU else 0)
+    def within(self, allowed: int, process: int) -> int:
+        """The host budget that ``allowed`` bytes of memory leave beside the ``process``, at most that for all experts. If
+        ``batch.context`` is 0, keys and values get what a useful context needs, and up to a quarter of the rest. Raises
+        BudgetError naming the minimum.
+        """
+        least, config = self.least, self.config
+        longest = self.spec.positions or self.spec.seq_len
+        context = config.batch.context or min(_LEAST_CONTEXT, longest)
 
+        def account(context: int) -> MemoryAccount:
+            given = replace(config, host_budget=least)
+            return served_account(given, self.spec, self.device, process=process, context=context)
 
-def full_budget(
-    config: ServeConfig,
-    spec: ModelSpec,
-    records: ServedRecords,
-    device: DeviceKind,
-    *,
-    share: float = 1.0,
-) -> int:
-    """The host budget with which the cache holds ``share`` of all experts of a rank, in bytes."""
-    count = -(-spec.experts // records.ranks) * len(spec.moe_layers)
-    each = sum(part.padded_nbytes for part in records.experts.layout(Group.WEIGHTS).sections)
-    # With so large a budget, the part beside the cache has its largest size.
-    ample = max(16 * count * each, least_budget(config, spec, records, device))
-    divided = served_budgets(replace(config, host_budget=ample), spec, records, device)
-    return max(round(share * count), 1) * each + ample - divided.cache + records.scratch
+        account(context).check(allowed, "batch.sequences or batch.context")
+        left = allowed - account(context).nbytes
+        if not config.batch.context:
+            left -= min(account(longest).nbytes - account(context).nbytes, left // 4)
+        return least + min(left, max(self.full() - least, 0))
+
+    def divided(self, *, free: int | None = None) -> ServedBudgets:
+        """Cache and slots. ``free``: bytes of an accelerator that experts may take if ``device_budget`` is 0 (None: not
+        known). Raises BudgetError naming the minimum.
+
+        The device tier gets as many slots as ``_slot_count`` says: fewer if the host budget is tight, but at least one.
+        """
+        config, least, pairs = self.config, self.least, self._pair_slots
+        if config.host_budget < least:
+            raise BudgetError(
+                f"host_budget: {config.host_budget} bytes ({format_bytes(config.host_budget)}) are too few for one expert; "
+                f"the minimum is {least} bytes ({format_bytes(least)})"
+            )
+        beside = 0 if pairs is None else pairs.nbytes
+        each, least_cache = self._slots(1).nbytes, least - self._host_slot_bytes
+        room = config.host_budget - least_cache - beside
+        slots = self._slots(self._slot_count(each, room, None if free is None else free - beside))
+        cache = config.host_budget - (slots.nbytes + beside if self.device is DeviceKind.CPU else 0)
+        speculated = int((cache - self.records.scratch) * config.prefetch.budget)
+        lookahead = min(speculated, cache - least_cache) if config.prefetch.depth else 0
+        return ServedBudgets(cache=cache, lookahead=lookahead, slots=slots, pairs=pairs)
+
+    def _slots(self, count: int) -> DeviceSlots[ComputeDtype]:
+        experts = self.records.experts
+        return DeviceSlots(experts.numel, self.spec.compute_dtype, count, 0, experts.quantized)
+
+    @property
+    def _pair_slots(self) -> DeviceSlots[ComputeDtype] | None:
+        pairs = self.records.pairs
+        return None if pairs is None else DeviceSlots(pairs.numel, ComputeDtype.FP32, _PAIR_SLOTS, 0)
+
+    @property
+    def _host_slot_bytes(self) -> int:
+        """What a slot for an expert, and those for pairs, take of the host budget."""
+        pairs = self._pair_slots
+        slots = self._slots(1).nbytes + (0 if pairs is None else pairs.nbytes)
+        return slots if self.device is DeviceKind.CPU else 0
+
+    def _slot_count(self, each: int, room: int, free: int | None) -> int:
+        """Number of device slots of ``each`` bytes. ``room``: bytes of the host budget left for them on a CPU. ``free``:
+        bytes of an accelerator that they may take if ``device_budget`` is 0.
+
+        As many as ``ring.layers`` needs, or as fit in ``device_budget`` or ``free``; else a few, for overlap.
+        Raises BudgetError, ConfigError.
+        """
+        config, spec, device = self.config, self.spec, self.device
+        layers = len(spec.moe_layers)
+        if not layers and config.ring.memory is ExpertMemory.RING:
+            raise ConfigError("ring.memory: expected auto or sparse: the model has no experts, got ring")
+        if config.ring.layers > layers:
+            raise ConfigError(
+                f"ring.layers: expected at most {layers}, the MoE layers, got {config.ring.layers}"
+            )
+        copied, on_host = copies_weights(config, device), device is DeviceKind.CPU
+        if config.device_budget and config.device_budget < each:
+            raise BudgetError(
+                f"device_budget: {config.device_budget} bytes cannot hold one expert; the minimum is {each} bytes"
+            )
+        asked = config.ring.layers * spec.experts if copied else 0
+        if config.device_budget and asked * each > config.device_budget:
+            raise _too_small("device_budget", config.device_budget, config.ring.layers, asked * each)
+        if on_host and asked * each > room:
+            least = asked * each + config.host_budget - room
+            raise _too_small("host_budget", config.host_budget, config.ring.layers, least)
+        if config.device_budget:
+            budget = config.device_budget
+        elif asked:
+            budget = max(asked, _FEW) * each
+        elif on_host:
+            budget = max(config.host_budget // 8, each)
+        else:
+            budget = max(free or 0, _FEW * each)
+        count = (min(budget, room) if on_host else budget) // each
+        keeps = copied and (config.device_budget or asked or free is not None)
+        most = max(layers * spec.experts, 1) if keeps else _FEW
+        return min(count, most)
 
 
 def dense_parameter_bytes(spec: ModelSpec) -> int:
@@ -270,34 +270,6 @@ def pass_account(
             "working memory": working_bytes(0),
         }
     )
-
-
-def budget_within(
-    allowed: int,
-    config: ServeConfig,
-    spec: ModelSpec,
-    records: ServedRecords,
-    device: DeviceKind,
-    *,
-    process: int,
-) -> int:
-    """The host budget that ``allowed`` bytes of memory leave, at most that for all experts. If ``batch.context`` is 0, keys
-    and values get what a useful context needs, and up to a quarter of the rest. Raises BudgetError naming the minimum.
-    """
-    least = least_budget(config, spec, records, device)
-    longest = spec.positions or spec.seq_len
-    context = config.batch.context or min(_LEAST_CONTEXT, longest)
-
-    def account(context: int) -> MemoryAccount:
-        given = replace(config, host_budget=least)
-        return served_account(given, spec, device, process=process, context=context)
-
-    account(context).check(allowed, "batch.sequences or batch.context")
-    left = allowed - account(context).nbytes
-    if not config.batch.context:
-        left -= min(account(longest).nbytes - account(context).nbytes, left // 4)
-    full = full_budget(config, spec, records, device)
-    return least + min(left, max(full - least, 0))
 
 
 #: The shortest useful context.

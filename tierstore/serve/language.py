@@ -160,7 +160,8 @@ class StreamedText:
         #: Text that is held back (a stop string may begin in it), and the part of each character.
         self._held = ""
         self._parts: list[_Part] = []
-        self._stopped = False
+        #: Whether a stop string was found; the text before it has been returned.
+        self.stopped = False
         if self._channels:
             starts = [at for at, token in enumerate(prompt) if self._specials.get(token) == "<|start|>"]
             for token in prompt[starts[-1] :] if starts else ():
@@ -168,14 +169,9 @@ class StreamedText:
             self._given, self._begun = dict.fromkeys(_Part, ""), set()
         self._stop = tuple(stop)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found; the text before it has been returned."""
-        return self._stopped
-
     def push(self, token: int) -> str:
         """Add a token; return the text of the answer that is certain now (empty after a stop string)."""
-        if self._stopped:
+        if self.stopped:
             return ""
         special = self._specials.get(token)
         named = special is not None and any(special in stop for stop in self._stop)
@@ -232,7 +228,7 @@ class StreamedText:
 
     def _hold(self, text: str, part: _Part) -> None:
         """Add ``text``, and release what is certain."""
-        if self._stopped:
+        if self.stopped:
             return
         self._held += text
         self._parts += [part] * len(text)
@@ -240,7 +236,7 @@ class StreamedText:
         found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self._give(min(found)[1])
-            self._held, self._stopped = "", True
+            self._held, self.stopped = "", True
         else:
             self._give(len(self._held) - max((_overlap(self._held, stop) for stop in self._stop), default=0))
 

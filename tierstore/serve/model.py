@@ -187,7 +187,8 @@ def select_rows(cache: LayeredCache, rows: Sequence[int]) -> None:
     for layer in cache.layers:
         if getattr(layer, "keys", None) is not None:
             layer.keys, layer.values = kept(layer.keys), kept(layer.values)
-        for states in _states(layer):
+        for name in _STATES:
+            states: dict[int, Tensor | None] = getattr(layer, name, {})
             states.update({key: kept(value) for key, value in states.items() if value is not None})
 
 
@@ -234,7 +235,3 @@ def _side_by_side(parts_BHSC: Sequence[Tensor], padding: Sequence[int]) -> Tenso
         made[row : row + part.shape[0], :, columns:] = part
         row += part.shape[0]
     return made
-
-
-def _states(layer: Any) -> list[dict[int, Tensor | None]]:
-    return [getattr(layer, name) for name in _STATES if hasattr(layer, name)]

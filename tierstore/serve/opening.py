@@ -43,21 +43,24 @@ from tierstore.serve.batch import BatchRunner, InvariantRunner, SequenceBits
 from tierstore.serve.config import ExpertMemory, ServeConfig
 from tierstore.serve.dense import compiled_blocks, load_dense, quicken_linears
 from tierstore.serve.engine import ModelCounts, Running
-from tierstore.serve.experts import ServedExperts
-from tierstore.serve.experts.cached import CachedExperts, GatedPredictor, settled_bytes
-from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
+from tierstore.serve.experts import (
+    CachedExperts,
+    GatedPredictor,
+    MemoryChooser,
+    Ring,
+    SlottedExperts,
+    settled_bytes,
+)
 from tierstore.serve.footprint import (
+    ExpertBudget,
     ServedBudgets,
     ServedRecords,
     batch_bytes,
-    budget_within,
     check_memory,
     copies_weights,
     dense_parameter_bytes,
     fitted_context,
     served_account,
-    served_budgets,
 )
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
@@ -71,13 +74,7 @@ from tierstore.store.format import Group
 from tierstore.store.optimizer import replay_scratch_bytes
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.reading import read_summary
-from tierstore.tiers import (
-    DeviceSlots,
-    WeightLoads,
-    limited_tier,
-    open_device_tier,
-    weights_in_place,
-)
+from tierstore.tiers import DeviceSlots, WeightLoads, limited_tier, open_device_tier, weights_in_place
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import NullTimeline, OperationSpans, TimelineSink, open_timeline
 from tierstore.train.setup import compute_deterministically, stall_spans
@@ -177,7 +174,7 @@ class ServedParts:
     model: Model
     #: The source that the layers call: it leases from ``experts``, or hands calls to its ``barrier`` while it has one.
     source: ExpertSourceRef
-    experts: ServedExperts
+    experts: CachedExperts
     store: StoreCore
     ledger: StallLedger
     timeline: TimelineSink
@@ -246,11 +243,11 @@ def open_served(
         allowed = memory().usable_bytes if given else allowed_bytes(config.memory)
         if not (given or config.memory):
             allowed //= mesh.environment.local_world or ranks
+        asked = ExpertBudget(config=config, spec=spec, records=stored.records, device=kind)
         if not config.host_budget:
-            host_budget = budget_within(allowed, config, spec, stored.records, kind, process=process)
-            config = replace(config, host_budget=host_budget)
-        free = _free_device_bytes(config, spec, device)
-        budgets = served_budgets(config, spec, stored.records, kind, free=free)
+            asked = asked.of(asked.within(allowed, process))
+            config = asked.config
+        budgets = asked.divided(free=_free_device_bytes(config, spec, device))
         check_memory(config.host_budget, dense_parameter_bytes(spec), kind, usable=allowed)
         if config.threads:
             torch.set_num_threads(config.threads)

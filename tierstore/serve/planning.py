@@ -1,6 +1,6 @@
 """Predict the memory and the speed of serving a model, for different expert budgets. Imports no torch.
 
-For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as in a server (``served_budgets``).
+For each budget, a prefill pass and a decode pass are predicted. Budgets are divided as in a server (``ExpertBudget``).
 The bytes read come from a trace (``tierstore generate --record-trace``), replayed through the residency core with the frames
 left for the cache: with the budget and the settings of the recorded run, the counts are those of the run. Without a trace,
 even routing is assumed: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer. Those that no slot of
@@ -25,6 +25,7 @@ import numpy as np
 
 from tierstore.accelerator import device_reserve
 from tierstore.cache.frames import frames_of
+from tierstore.config import check_least
 from tierstore.errors import BudgetError, ConfigError, DataError
 from tierstore.hf.describing import cached_positions
 from tierstore.hf.spec import HfSpec
@@ -33,19 +34,18 @@ from tierstore.model.store_schema import expert_record, expert_weight_bytes, qua
 from tierstore.plan.papers import distinct_experts
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.footprint import (
+    ExpertBudget,
     ServedBudgets,
     ServedRecords,
     batch_bytes,
     copies_weights,
     dense_parameter_bytes,
-    full_budget,
-    served_budgets,
 )
 from tierstore.store.config import StoreAccess
 from tierstore.store.format import Group, Training
 from tierstore.store.opening import cache_frames
 from tierstore.tiers.slots import DeviceKind
-from tierstore.trace.reader import read_header
+from tierstore.trace.files import read_header
 from tierstore.trace.replay import STEP_COUNTS, quotas_by_layer, replay_steps
 from tierstore.units import format_bytes
 
@@ -71,9 +71,8 @@ class ServedWork:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("prompt_tokens", 1), ("context", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        check_least(self, 1, "sequences", "prompt_tokens")
+        check_least(self, 0, "context")
 
     def of(self, spec: HfSpec) -> ServedWork:
         """A copy with the context set for ``spec``. Raises ConfigError if the model allows less than was asked for."""
@@ -187,13 +186,14 @@ def plan_serving(
         each = frames_of([part.nbytes for part in records.experts.layout(Group.WEIGHTS).sections], frame)
         return _Cache(frames, min(given.lookahead // frame, frames), each)
 
+    served = ExpertBudget(config=config, spec=spec, records=records, device=device)
     count = spec.experts * len(spec.moe_layers)
     if not budgets:
-        budgets = [full_budget(config, spec, records, device, share=share) for share in SHARES]
+        budgets = [served.full(share) for share in SHARES]
     made = []
     for budget in budgets:
         try:
-            given = served_budgets(replace(config, host_budget=budget), spec, records, device, free=free)
+            given = served.of(budget).divided(free=free)
             cache = cache_of(given)
         except BudgetError as error:
             raise BudgetError(f"--budgets: {error}") from error

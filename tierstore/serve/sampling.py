@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 from tierstore.hf.describing import CONFIG_NAME, read_config, transformers
 from tierstore.hf.spec import HfSpec
@@ -67,14 +68,10 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature: expected at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k: expected at least 0, got {self.top_k}")
+        check_least(self, 0, "temperature", "top_k")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: expected more than 0 and at most 1, got {self.top_p}")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ConfigError(f"repetition_penalty: expected more than 0, got {self.repetition_penalty}")
+        check_positive(self, "repetition_penalty")
 
 
 class TokenSampler:

@@ -51,8 +51,8 @@ from tierstore.store.index.database import PREVIOUS, Commit, Index
 from tierstore.store.index.live import LiveIndex
 from tierstore.store.optimizer import CaughtUpRecords, replay_scratch_bytes, replays
 from tierstore.store.reading import OpenAt, missed_records, read_meta
+from tierstore.trace.files import TraceRecorder
 from tierstore.trace.replay import quotas_by_layer
-from tierstore.trace.writer import TraceRecorder
 
 
 @dataclass

@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 from tierstore.lazy import exports
 
 if TYPE_CHECKING:
+    from tierstore.trace.files import TraceSummary as TraceSummary
+    from tierstore.trace.files import TraceWriter as TraceWriter
+    from tierstore.trace.files import load_trace as load_trace
+    from tierstore.trace.files import read_header as read_header
+    from tierstore.trace.files import read_summary as read_summary
     from tierstore.trace.format import Coding as Coding
     from tierstore.trace.format import EventColumns as EventColumns
     from tierstore.trace.format import RecordTable as RecordTable
@@ -14,10 +19,5 @@ if TYPE_CHECKING:
     from tierstore.trace.format import TraceHeader as TraceHeader
     from tierstore.trace.format import TraceKind as TraceKind
     from tierstore.trace.format import TraceRecord as TraceRecord
-    from tierstore.trace.reader import TraceSummary as TraceSummary
-    from tierstore.trace.reader import load_trace as load_trace
-    from tierstore.trace.reader import read_header as read_header
-    from tierstore.trace.reader import read_summary as read_summary
-    from tierstore.trace.writer import TraceWriter as TraceWriter
 else:
     __all__, __getattr__, __dir__ = exports(__name__, __file__)

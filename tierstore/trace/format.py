@@ -1,6 +1,6 @@
 """A trace in memory and as bytes: its records, its events in columns, their chunks, and the header.
 
-docs/TRACES.md lays out the file (versions 2 to 6). ``tierstore.trace.writer`` and ``reader`` write and read it;
+docs/TRACES.md lays out the file (versions 2 to 6). ``tierstore.trace.files`` reads and writes it;
 ``replay`` drives a residency core through it.
 """
 
@@ -382,12 +382,11 @@ class EventColumns:
     def part(self, first: int, last: int) -> EventColumns:
         """Events ``first`` to ``last`` (excluded), as views; only the offsets are copied."""
         begin, end = int(self.offsets[first]), int(self.offsets[last])
+        events = {
+            name: getattr(self, name)[first:last] for name in ("kinds", "phases", "layers", "at", "steps")
+        }
         return EventColumns(
-            kinds=self.kinds[first:last],
-            phases=self.phases[first:last],
-            layers=self.layers[first:last],
-            at=self.at[first:last],
-            steps=self.steps[first:last],
+            **events,
             offsets=self.offsets[first : last + 1] - np.uint64(begin),
             records=self.records[begin:end],
             flags=self.flags[begin:end],

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from tierstore._native import CapacityError, GroupOrder, Replay, Residency, ResidencyStats, Scope, StepClock
 from tierstore.errors import BudgetError, ConfigError, DataError
+from tierstore.trace.files import read_chunks, read_header, read_summary
 from tierstore.trace.format import EventColumns, TraceHeader, TraceKind
-from tierstore.trace.reader import read_chunks, read_header, read_summary
 
 STEP_COUNTS = (
     *("hits", "misses", "creates", "evictions", "write_backs", "starved", "read_bytes", "written_bytes"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.capabilities import processor_flags
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.machine import MemoryAccount, working_bytes
@@ -24,10 +25,12 @@ from tierstore.train.files import text_bytes
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
-#: Machine code that oneDNN keeps for a bf16 product, for each shape (measured). Each row count is another shape,
-#: and an expert's pass has six products.
-_PRODUCT_BYTES = 650 << 10
+#: Machine code that oneDNN keeps for a bf16 product, for each shape, by whether the processor has AMX (measured: 570 KiB;
+#: 440 KiB to 1.2 MiB). Each row count is another shape, and an expert's pass has six products.
+_PRODUCT_BYTES = {False: 650 << 10, True: 1000 << 10}
 _PRODUCTS = 6
+#: The most shapes that it keeps (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
+_PRODUCT_SHAPES = 1024
 
 
 @dataclass(frozen=True)
@@ -233,13 +236,13 @@ def _pass_bytes(config: TrainConfig, ranks: int) -> int:
 
 
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
-    """Bytes that torch keeps for the experts' products: an estimate, for row counts up to twice an expert's mean."""
+    """Bytes that torch keeps for the experts' products: an estimate, for row counts up to four times an expert's mean."""
     model = config.model
     if not model.moe_layers or model.compute_dtype is not ComputeDtype.BF16 or device is not DeviceKind.CPU:
         return 0
     tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
-    counts = min(tokens, -(-2 * tokens * model.architecture.top_k // model.experts))
-    return _PRODUCTS * _PRODUCT_BYTES * counts
+    counts = min(tokens, -(-4 * tokens * model.architecture.top_k // model.experts))
+    return min(_PRODUCTS * counts, _PRODUCT_SHAPES) * _PRODUCT_BYTES["amx_tile" in processor_flags()]
 
 
 def rank_tokens(config: TrainConfig, ranks: int) -> int:

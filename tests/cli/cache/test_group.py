@@ -16,9 +16,8 @@ from command_line import tiny_run
 
 from tierstore._native import policy_names
 from tierstore.machine_profile import ASSUMED, Cost, Evidence, save_profile
+from tierstore.trace.files import TraceWriter, read_header
 from tierstore.trace.format import TraceHeader, TraceKind, TraceRecord
-from tierstore.trace.reader import read_header
-from tierstore.trace.writer import TraceWriter
 
 LAYERS, EXPERTS, STEPS = 3, 8, 60
 

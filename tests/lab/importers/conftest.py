@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tierstore.lab.importing import import_trace
+from tierstore.trace.files import load_trace
 from tierstore.trace.format import TraceKind
-from tierstore.trace.reader import load_trace
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tierstore.errors import DataError
 from tierstore.lab.importing import SourceKind, import_trace
-from tierstore.trace.reader import load_trace
+from tierstore.trace.files import load_trace
 
 
 def route(token, layer, *ids):

@@ -66,7 +66,7 @@ def test_steps_do_not_depend_on_blocks(cuts, per_step):
 @given(st.binary(max_size=30).map(lambda data: data.translate(b"ab\r\n" * 64)), st.integers(1, 5))
 def test_lines_do_not_depend_on_blocks(data, block_bytes):
     """Ended by \\n or \\r\\n, wherever a block ends; the last need not be ended."""
-    found = [line for block in line_blocks(io.BytesIO(data), block_bytes=block_bytes) for line in block.lines]
+    found = [line for _, lines in line_blocks(io.BytesIO(data), block_bytes=block_bytes) for line in lines]
     lines = data.split(b"\n")
     wanted = [line.removesuffix(b"\r") for line in lines]
     assert found == (wanted if wanted[-1] else wanted[:-1])

@@ -19,9 +19,7 @@ from tierstore.prefetch import PredictorName, Schedule, make_predictor
 from tierstore.prefetch.device_cache import DeviceCache
 from tierstore.prefetch.experts import FrozenExperts
 from tierstore.serve.config import ExpertMemory
-from tierstore.serve.experts import ServingPhase
-from tierstore.serve.experts.ring import Ring
-from tierstore.serve.experts.slotted import MemoryChooser, SlottedExperts
+from tierstore.serve.experts import MemoryChooser, Ring, ServingPhase, SlottedExperts
 from tierstore.stats import StallLedger
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig, Training, WeightFormat
 from tierstore.store.config import StoreAccess

@@ -13,7 +13,7 @@ from tierstore.model.spec import spec_of
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import AllExperts, PredictorName
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts.cached import GatedPredictor
+from tierstore.serve.experts import GatedPredictor
 from tierstore.serve.opening import served_predictor
 
 

@@ -15,8 +15,7 @@ from served_stores import damaged, leases, memory_choice, serve_config, store_of
 from tierstore.errors import BudgetError, CapabilityError, ChecksumError, ConfigError
 from tierstore.hf.manifest import Weights
 from tierstore.quant.layout import CodeFormat
-from tierstore.serve.experts import ServingPhase
-from tierstore.serve.experts.slotted import SlottedExperts
+from tierstore.serve.experts import ServingPhase, SlottedExperts
 from tierstore.serve.opening import ServedParts, open_served
 from tierstore.store.format import Group
 from tierstore.trace.replay import replay

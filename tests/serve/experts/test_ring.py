@@ -21,7 +21,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_of_five_layers(store: Path) -> None:
-    """The picture in ``serve/experts/ring.py``."""
+    """The picture in ``serve/experts.py``."""
     held = []
     with open_slotted(store, LAYERS, EXPERTS, slots=6, ring=2, memory=ExpertMemory.RING) as made:
         assert made.ring is not None

@@ -335,8 +335,7 @@ def _recorded_outcomes(
     arguments: dict[str, Any],
 ) -> list[Outcome]:
     """Replay with the recorded run's prefetches. Raises ConfigError that names the option, or BudgetError."""
-    from tierstore.lab.live import recording_of, replay_recorded
-    from tierstore.lab.simulate import Contract, ReplaySetting
+    from tierstore.lab.simulate import Contract, ReplaySetting, recording_of, replay_recorded
 
     recording = recording_of(trace, requests)
     if recording is None:
@@ -432,7 +431,7 @@ def _tune(
     output: Output,
 ) -> Tuning:
     """Choose a policy for ``requests``, those of ``trace``, and show it. ``capacity`` None: the recorded one."""
-    from tierstore.lab.live import recording_of
+    from tierstore.lab.simulate import recording_of
     from tierstore.lab.tuning import tune as tuned
 
     recording = recording_of(trace, requests)

@@ -119,16 +119,10 @@ def _unpacking(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LineBlock:
-    """Lines without their ends; the first of them is number ``first`` (from 1)."""
-
-    first: int
-    lines: list[bytes]
-
-
-def line_blocks(file: BinaryIO, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[LineBlock]:
-    """The lines of ``file``, ended by ``\\n`` or ``\\r\\n``; the last need not be ended."""
+def line_blocks(file: BinaryIO, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, list[bytes]]]:
+    """The lines of ``file`` without their ends (``\\n`` or ``\\r\\n``; the last need not be ended) in blocks, each with the
+    number of its first line, from 1.
+    """
     first, rest = 1, b""
     while True:
         block = file.read(block_bytes)
@@ -140,7 +134,7 @@ def line_blocks(file: BinaryIO, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[
         if not block and lines == [b""]:
             return
         if lines:
-            yield LineBlock(first, lines)
+            yield first, lines
             first += len(lines)
         if not block:
             return

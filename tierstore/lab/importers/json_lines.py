@@ -234,8 +234,8 @@ class _Source:
         last: _Line | None = None
         step = _Step(None, 0, [[]], set())
         with open_text(self.path, self._options.window_log) as file:
-            for block in line_blocks(file):
-                for number, text in enumerate(block.lines, block.first):
+            for first, lines in line_blocks(file):
+                for number, text in enumerate(lines, first):
                     line = self._line(number, text)
                     if line is None:
                         continue

@@ -19,14 +19,7 @@ from numpy.typing import NDArray
 
 from tierstore.cache.access import Phase
 from tierstore.errors import ConfigError, DataError
-from tierstore.lab.importers import (
-    LineBlock,
-    SourceOptions,
-    line_blocks,
-    open_source,
-    open_text,
-    refuse_line,
-)
+from tierstore.lab.importers import SourceOptions, line_blocks, open_source, open_text, refuse_line
 from tierstore.trace.format import EventColumns, RecordTable, TraceKind
 
 _MAX_FRAMES = 2**32 - 1  # of a record
@@ -182,17 +175,17 @@ def text_requests(path: Path, options: TextOptions, columns: dict[str, str]) -> 
     columns.update(key="line", size="none")
     skip = None if options.skip is None else options.skip.strip().encode()
     with open_text(path, options.window_log) as file:
-        for block in line_blocks(file):
-            yield _keys(path, block, skip), None
+        for first, block in line_blocks(file):
+            yield _keys(path, first, block, skip), None
 
 
-def _keys(path: Path, block: LineBlock, skip: bytes | None) -> list[bytes]:
-    lines = block.lines if skip is None else [line for line in block.lines if line.strip() != skip]
+def _keys(path: Path, first: int, block: list[bytes], skip: bytes | None) -> list[bytes]:
+    lines = block if skip is None else [line for line in block if line.strip() != skip]
     # Searched whole: a test of each line would take longer than everything else.
     whole = b"\n".join(lines)
     if b"" not in lines and not any(odd in whole for odd in _ODD):
         return lines
-    for number, line in enumerate(block.lines, block.first):
+    for number, line in enumerate(block, first):
         if line.strip() != skip and (len(line.split()) != 1 or b"\0" in line):
             raise refuse_line(path, number, f"expected one key, found {_shown(line)}")
     return [line.strip() for line in lines]

@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError, DataError
 from tierstore.lab.importers import DEFAULT_WINDOW_LOG, SourceOptions, open_source
 from tierstore.lab.routing import (
     Passes,
     Sections,
-    decode_tokens,
+    decoded_sequences,
     expert_masks,
     expert_requesters,
     expert_table,
     routing_events,
-    sequence_numbers,
     step_blocks,
 )
 from tierstore.trace.format import EventColumns, RecordTable
@@ -57,9 +57,7 @@ class TopkOptions(SourceOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sequences", "tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 1, "sequences", "tokens_per_step")
         if not 0 <= self.experts <= _MAX_EXPERTS:
             raise ConfigError(f"experts: expected 0 to {_MAX_EXPERTS}, got {self.experts}")
 
@@ -136,8 +134,7 @@ class TopkImporter:
                 raise DataError(
                     f"{self._path}: prompt_len: {len(prompt_len)} prompts cannot fill {options.sequences} sequences"
                 )
-            tokens = decode_tokens(prompt_len, options.sequences)
-            numbers = sequence_numbers(prompt_len, options.sequences)
+            tokens, numbers = decoded_sequences(prompt_len, options.sequences)
         for first, block in step_blocks(tokens, self._layers, self._experts, topk.shape[2]):
             if numbers is None:
                 requesters, masks = None, expert_masks(topk, block, self._experts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 
 import prometheus_client as prometheus
@@ -43,8 +42,6 @@ class ServerMetrics:
         )
         for outcome in RequestOutcome:
             self._ended.labels(outcome.value)
-        self._tokens = [0, 0]  # of prompts and answers
-        self._outcomes = Counter[RequestOutcome]()
 
     def show(self, engine: ServingEngine) -> None:
         """Add metrics for the state of ``engine`` and of this process."""
@@ -61,10 +58,15 @@ class ServerMetrics:
     @property
     def totals(self) -> dict[str, object]:
         """Totals of all requests, for the end of a run."""
+
+        def total(name: str, **labels: str) -> int:
+            return int(self.registry.get_sample_value(f"tierstore_{name}_total", labels) or 0)
+
+        outcomes = [outcome.value for outcome in RequestOutcome]
         return {
-            "prompt_tokens_count": self._tokens[0],
-            "generated_tokens_count": self._tokens[1],
-            **{f"{outcome.value}_requests_count": self._outcomes[outcome] for outcome in RequestOutcome},
+            "prompt_tokens_count": total("prompt_tokens"),
+            "generated_tokens_count": total("generated_tokens"),
+            **{f"{outcome}_requests_count": total("requests", outcome=outcome) for outcome in outcomes},
         }
 
     # The engine calls the methods below, mostly on the model's thread; prometheus_client locks its counters.
@@ -73,7 +75,6 @@ class ServerMetrics:
         """A prefill of prompts with ``tokens`` tokens in all took ``seconds``."""
         self._prompt.inc(tokens)
         self._prefill.observe(seconds)
-        self._tokens[0] += tokens
 
     def stepped(self, *, sequences: int, seconds: float) -> None:
         """A decode step, one token for each of ``sequences`` sequences, took ``seconds``."""
@@ -88,12 +89,10 @@ class ServerMetrics:
         """A token of an answer was chosen, ``seconds`` after its request was made (if ``first``) or after the last token."""
         (self._first if first else self._between).observe(seconds)
         self._generated.inc()
-        self._tokens[1] += 1
 
     def ended(self, outcome: RequestOutcome) -> None:
         """A request has ended. Also called by the event loop."""
         self._ended.labels(outcome.value).inc()
-        self._outcomes[outcome] += 1
 
 
 class _State:
