@@ -39,7 +39,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     ratios,
     size_option,
     store_option,
@@ -48,7 +47,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes
 from tierstore.bench.train import StepDisk
 from tierstore.bench.train_bound import compulsory
-from tierstore.config import option
+from tierstore.config import check_least, option
 from tierstore.errors import DataError
 from tierstore.stats import spread
 from tierstore.train.config import TrainConfig
@@ -117,8 +116,8 @@ class TrainingRace(Benchmark):
         return "rivals"
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, rounds=self.rounds, warmup=self.warmup)
-        at_least(0, memory_limit=self.memory_limit, timeout=self.timeout)
+        check_least(self, 1, "steps", "rounds", "warmup")
+        check_least(self, 0, "memory_limit", "timeout")
 
     def run(self, progress: Progress) -> Found:
         """Measures in ``store``, made and removed here.

@@ -33,6 +33,7 @@ from tierstore.bench.soak_plan import (
     gradient,
     key_of,
 )
+from tierstore.bench.tiers import TiersBench
 from tierstore.errors import ConfigError
 from tierstore.store import Group, NewRecord, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
@@ -193,7 +194,7 @@ def test_a_store_over_two_drives(tmp_path: Path) -> None:
     assert str(damaged[0]) in failure
     assert "1 wrong bytes" in failure
     with pytest.raises(ConfigError, match="drive exists"):
-        SoakBench(directory=tmp_path / "new", further=(further,), seconds=1)
+        soak(SoakBench(directory=tmp_path / "new", further=(further,), seconds=1), Progress())
 
 
 def test_every_misuse_is_refused(tmp_path: Path) -> None:
@@ -335,14 +336,14 @@ def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    for wrong in ({"seconds": 0.0}, {"seconds": 1.0, "kill_every_s": -1.0}):
+    for wrong in ({"minutes": 0.0}, {"minutes": 1.0, "kill_every": -1.0}):
         with pytest.raises(ConfigError, match="expected"):
-            SoakBench(directory=tmp_path / "s", **wrong)
+            TiersBench(store=tmp_path / "s", **wrong)
     with pytest.raises(ConfigError, match="directory of its own"):
-        SoakBench(directory=tmp_path, seconds=1)
+        soak(SoakBench(directory=tmp_path, seconds=1), Progress())
     huge = SoakBench(
         directory=tmp_path / "s", seconds=1, shape=SoakShape(store_bytes=1 << 50, record_bytes=1 << 40)
     )
-    with pytest.raises(ConfigError, match="free"):
+    with pytest.raises(OSError, match="free"):
         soak(huge, Progress())
     assert not (tmp_path / "s").exists()

@@ -35,9 +35,9 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore.bench.documents import Better, derived, measured
-from tierstore.bench.harness import Benchmark, Found, Progress, at_least, ratios
+from tierstore.bench.harness import Benchmark, Found, Progress, ratios
 from tierstore.bench.probes import Bytes, DiskProbe
-from tierstore.config import PathKind, option
+from tierstore.config import PathKind, check_least, option
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 
@@ -73,7 +73,7 @@ class AdamWBench(Benchmark):
     store: Path = option(Path(), "Directory to measure the record read in.", path=PathKind.EXISTING_DIRECTORY)
 
     def __post_init__(self) -> None:
-        at_least(1, parameters=self.parameters, threads=self.threads, repeats=self.repeats)
+        check_least(self, 1, "parameters", "threads", "repeats")
 
     def run(self, progress: Progress) -> Found:
         """Run the benchmark. Sets torch's thread count meanwhile."""

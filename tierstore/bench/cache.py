@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.bench.documents import Better, measured
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, prefixed
-from tierstore.config import option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, prefixed
+from tierstore.config import check_least, option
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
@@ -41,7 +41,7 @@ class CacheBench(Benchmark):
     curve_points: int = option(0, "Also time every policy's curve of N points.", least=0)
 
     def __post_init__(self) -> None:
-        at_least(1, **{"--requests": self.requests, "--keys": self.keys, "--repeats": self.repeats})
+        check_least(self, 1, "requests", "keys", "repeats", table="--")
 
     def run(self, progress: Progress) -> Found:
         """The rates of every policy that suits the requests; with ``curve_points`` also the time of all curves."""

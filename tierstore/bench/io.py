@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, size_option
 from tierstore.bench.io_load import (
     IN_FLIGHT_LIMIT,
     DataFiles,
@@ -44,7 +44,7 @@ from tierstore.bench.io_turns import (
     with_fio,
 )
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
-from tierstore.config import option
+from tierstore.config import check_least, check_positive, option
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import IoPoint, save_io_point
 from tierstore.stats import percentile
@@ -112,9 +112,8 @@ class IoBench(Benchmark):
             raise ConfigError(
                 f"--size: expected a multiple of 4 MiB of at least 8 MiB, got {self.size} bytes"
             )
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"--minutes: expected more than 0, got {self.minutes}")
-        at_least(1, **{"--rounds": self.rounds})
+        check_least(self, 1, "rounds", table="--")
+        check_positive(self, "minutes", table="--")
         if self.record_bytes < 4096 or self.record_bytes % 4096 or self.records < 1:
             raise ConfigError("records: expected at least one, of a multiple of 4096 bytes")
 

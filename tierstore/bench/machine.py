@@ -27,11 +27,11 @@ import numpy as np
 
 from tierstore import _native, machine
 from tierstore.bench.documents import Better, Measurement, derived, measured
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, size_option
 from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.bench.processes import AskedRanks, serve
 from tierstore.capabilities import chosen_instruction_set
-from tierstore.config import PathKind, as_dict, from_dict, option
+from tierstore.config import PathKind, as_dict, check_least, from_dict, option
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.machine import resident_bytes
@@ -73,8 +73,8 @@ class MachineBench(Benchmark):
     )
 
     def __post_init__(self) -> None:
-        at_least(2, **{"--ranks": self.ranks})
-        at_least(1, **{"--repeats": self.repeats})
+        check_least(self, 2, "ranks", table="--")
+        check_least(self, 1, "repeats", table="--")
         if self.disk_bytes < 8 << 20:
             raise ConfigError(f"--disk-bytes: expected at least 8 MiB, got {self.disk_bytes}")
 

@@ -30,15 +30,13 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
-    more_than_0,
     refuse_existing,
-    require_free,
     text_of,
 )
 from tierstore.bench.probes import ProcessUsage, trend_of
 from tierstore.bench.processes import send, start_module
 from tierstore.bench.soak_plan import OperationKind, SoakPlan, SoakShape, StoreModel
+from tierstore.machine import require_space
 from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 from tierstore.units import format_bytes
@@ -66,12 +64,6 @@ class SoakBench:
     shape: SoakShape = field(default_factory=SoakShape)
     kill_every_s: float = 10.0
     between_lives: Callable[[int], None] | None = None
-
-    def __post_init__(self) -> None:
-        more_than_0(minutes=self.seconds / 60)
-        at_least(0, kill_every=self.kill_every_s)
-        for directory in self.directories:
-            refuse_existing(directory)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -418,9 +410,11 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[FigureTable | str]:
 
 def soak(bench: SoakBench, progress: Progress) -> Found:
     """Run the soak. ``progress`` is updated about every second, and an interrupt ends the soak early. The store is removed
-    afterwards unless something failed. Raises ConfigError, OSError.
+    afterwards unless something failed. Raises ConfigError (a directory exists), OSError.
     """
-    require_free(bench.directory, stored_bytes(bench.shape), "the soak takes")
+    for directory in bench.directories:
+        refuse_existing(directory)
+    require_space(bench.directories, stored_bytes(bench.shape), "the records of the soak")
     with progress.interruptible() as stop_requested:
         figures = _Soak(bench, progress, stop_requested).run()
     if not figures["failures"]:

@@ -23,9 +23,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    more_than_0,
-    refuse_existing,
-    require_free,
     size_option,
     store_option,
     work_directory,
@@ -41,8 +38,9 @@ from tierstore.bench.tiers_load import (
     recorded,
     synthetic,
 )
-from tierstore.config import PathKind, option
+from tierstore.config import PathKind, check_least, check_positive, option
 from tierstore.errors import ConfigError
+from tierstore.machine import require_space
 from tierstore.store import (
     AdamWConfig,
     Inactive,
@@ -113,6 +111,8 @@ class TiersBench(Benchmark):
     seed: int = option(0)
 
     def __post_init__(self) -> None:
+        check_positive(self, "minutes", "seconds", "store_bytes", "endurance")
+        check_least(self, 0, "kill_every", "retain")
         if self.minutes is not None:
             self._check_soak()
             return
@@ -125,10 +125,6 @@ class TiersBench(Benchmark):
             raise ConfigError(f"budget: expected fractions of the store in (0, 1], got {self.budget}")
         if not all(0 <= ratio <= 1 for ratio in self.dirty):
             raise ConfigError(f"dirty: expected fractions in [0, 1], got {self.dirty}")
-        more_than_0(seconds=self.point_s, store_bytes=self.one_store_bytes, endurance=self.endurance)
-        if self.snapshots < 0:
-            raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
-        refuse_existing(self.store)
 
     def _check_soak(self) -> None:
         refused = {"dirty": self.dirty, "trace": self.trace, "seconds": self.seconds, "full": self.full}
@@ -138,7 +134,6 @@ class TiersBench(Benchmark):
         for name, values in (("record-bytes", self.record_bytes), ("budget", self.budget)):
             if len(values) > 1:
                 raise ConfigError(f"--{name}: expected one with --minutes, got {len(values)}")
-        assert self.as_soak  # raises ConfigError if it is invalid
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -195,7 +190,7 @@ class TiersBench(Benchmark):
         progress.say(
             f"{len(self.points)} points of {self.point_s:g} s; stores of up to {format_bytes(needed)}"
         )
-        require_free(self.store, needed, "the largest takes")
+        require_space([self.store], needed, "the largest records")
         points: list[dict[str, Any]] = []
         failures: list[str] = []
         effective: Sequence[str] = []

@@ -26,7 +26,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     prefixed,
     ratios,
     size_option,
@@ -36,7 +35,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit, page_cache_bytes
 from tierstore.bench.train_bound import Compulsory, bound_s, compulsory
 from tierstore.bench.train_process import PARTS, Opened, RoundSteps, TrainingProcess
-from tierstore.config import option
+from tierstore.config import check_least, option
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.stats import spread
@@ -121,8 +120,8 @@ class TrainBench(Benchmark):
     train: TrainConfig = field(default_factory=TrainConfig, metadata={"configuration": ()})
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, rounds=self.rounds)
-        at_least(0, warmup=self.warmup, cgroup_limit=self.cgroup_limit)
+        check_least(self, 1, "steps", "rounds")
+        check_least(self, 0, "warmup", "cgroup_limit")
         if self.also and not self.orders:
             raise ConfigError("--also: requires --orders")
         if self.orders and (self.cgroup_limit or self.baseline is not Baseline.IN_RAM):
