@@ -34,7 +34,7 @@ def test_all_that_are_installed(tmp_path: Path) -> None:
     assert len(ticks) == 2 * len(programs)
     for series in found.series:
         assert [one.nbytes for one in series.samples] == [RECORDS.count * RECORDS.nbytes] * 2
-    targets = {ratio.to: ratio.target for ratio in found.ratios}
+    targets = {ratio["to"]: ratio["target_ratio"] for ratio in found.ratios()}
     assert targets["aiofiles"] == targets["lmdb"] == 2
 
 

@@ -16,12 +16,13 @@ import os
 import resource
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -141,36 +142,30 @@ class FileSet:
     def total_bytes(self) -> int:
         return self.nbytes * len(self.paths)
 
+    @property
+    def alone(self) -> list[FileSet]:
+        """Each of the files."""
+        return [FileSet((path,), self.nbytes) for path in self.paths]
+
     def forget(self) -> None:
         """Drop the files' pages from the page cache."""
         for path in self.paths:
             drop_pages(path)
 
 
-class DataFiles:
-    """A file of ``nbytes`` in each of ``directories``, filled with noise; ``close`` removes them.
+@contextmanager
+def data_files(directories: Sequence[Path], nbytes: int) -> Iterator[FileSet]:
+    """A file of ``nbytes`` in each of ``directories``, filled with noise; they are removed at exit.
 
     Raises OSError; see ``check_space``.
     """
-
-    def __init__(self, directories: Sequence[Path], nbytes: int) -> None:
-        self._own: list[tempfile.TemporaryDirectory[str]] = []
-        try:
-            for directory in directories:
-                own = tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=directory)
-                self._own.append(own)
-            self.striped = FileSet(tuple(Path(own.name) / "data" for own in self._own), nbytes)
-            self.alone = [FileSet((path,), nbytes) for path in self.striped.paths]
-            for path in self.striped.paths:
-                _fill(path, nbytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Remove the files. May be called twice."""
-        for own in self._own:
-            own.cleanup()
+    with ExitStack() as stack:
+        prefix = "tierstore-bench-io-"
+        own = [stack.enter_context(TemporaryDirectory(prefix=prefix, dir=each)) for each in directories]
+        files = FileSet(tuple(Path(directory) / "data" for directory in own), nbytes)
+        for path in files.paths:
+            _fill(path, nbytes)
+        yield files
 
 
 def check_space(directories: Sequence[Path], each_bytes: int) -> None:
@@ -279,20 +274,16 @@ class Load:
         elapsed = time.perf_counter() - begun
         cpu = cpu_s() - cpu
         count = self._submitted - first
+        spans, found = self._engine.drain_spans()[0], Latencies()
+        moves = (_native.Activity.READ, _native.Activity.WRITE)
+        found.add([end - start for activity, _, _, start, end, _ in spans if activity in moves])
         return Sample(
             nbytes=count * self._block,
             elapsed_s=elapsed,
             cpu_s=cpu,
             operations=count,
-            latencies=self._latencies(),
+            latencies=found,
         )
-
-    def _latencies(self) -> Latencies:
-        spans, _ = self._engine.drain_spans()
-        found = Latencies()
-        moves = (_native.Activity.READ, _native.Activity.WRITE)
-        found.add([end - start for activity, _, _, start, end, _ in spans if activity in moves])
-        return found
 
     def _submit(self) -> int:
         number = self._submitted

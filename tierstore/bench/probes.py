@@ -319,17 +319,10 @@ _DEVIATIONS = 3.0
 _LEAST_SAMPLES = 12
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """This process's resident bytes and open descriptors, and the bytes of the blocks that its store occupies."""
-
-    resident_bytes: int
-    descriptors: int
-    disk_bytes: int
-
-
-def usage(*directories: Path) -> ProcessUsage:
-    """The usage of this process, whose store is in ``directories``. Open files without a name count too."""
+def usage(*directories: Path) -> dict[str, int]:
+    """``resident_bytes`` and open ``descriptors`` of this process, and ``disk_bytes``: those of the blocks of its store in
+    ``directories`` and of its open files without a name.
+    """
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:
@@ -337,11 +330,11 @@ def usage(*directories: Path) -> ProcessUsage:
             status = os.stat(f"/proc/self/fd/{descriptor}")
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                 nameless += status.st_blocks * _BLOCK
-    return ProcessUsage(
-        resident_bytes=int(psutil.Process().memory_info().rss),
-        descriptors=len(descriptors) - 1,
-        disk_bytes=sum(map(disk_bytes, directories)) + nameless,
-    )
+    return {
+        "resident_bytes": int(psutil.Process().memory_info().rss),
+        "descriptors": len(descriptors) - 1,
+        "disk_bytes": sum(map(disk_bytes, directories)) + nameless,
+    }
 
 
 def disk_bytes(directory: Path) -> int:

@@ -27,7 +27,7 @@ from tierstore.bench.harness import (
     store_option,
     work_directory,
 )
-from tierstore.bench.soak import SoakBench, soak
+from tierstore.bench.soak import Soak
 from tierstore.bench.soak_plan import SoakShape, StoreModel
 from tierstore.bench.tiers_load import (
     TierLoad,
@@ -152,7 +152,7 @@ class TiersBench(Benchmark):
         return _RETAIN if self.retain is None else self.retain
 
     @property
-    def as_soak(self) -> SoakBench:
+    def as_soak(self) -> Soak:
         """The soak that --minutes requests."""
         asked = {"store_bytes": self.store_bytes, "retain": self.retain}
         asked |= {"record_bytes": next(iter(self.record_bytes), None)}
@@ -160,13 +160,7 @@ class TiersBench(Benchmark):
         if self.budget:
             shape = replace(shape, host_budget_bytes=int(shape.store_bytes * self.budget[0]))
         seconds = (self.minutes or 0.0) * 60
-        return SoakBench(
-            directory=self.store,
-            further=self.drives,
-            seconds=seconds,
-            shape=shape,
-            kill_every_s=self.kill_every,
-        )
+        return Soak(self.store, shape, seconds, further=self.drives, kill_every_s=self.kill_every)
 
     @property
     def points(self) -> list[Point]:
@@ -182,7 +176,7 @@ class TiersBench(Benchmark):
 
     def run(self, progress: Progress) -> Found:
         """Measure all points, or run the soak. Raises ConfigError, DataError, OSError."""
-        return self._sweep(progress) if self.minutes is None else soak(self.as_soak, progress)
+        return self._sweep(progress) if self.minutes is None else self.as_soak.run(progress)
 
     def _sweep(self, progress: Progress) -> Found:
         traffics = {size: _traffic(self, size) for size in dict.fromkeys(p.record_bytes for p in self.points)}

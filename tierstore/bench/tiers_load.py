@@ -265,4 +265,4 @@ class TierLoad:
         result.commits += 1
         result.dirty_bytes += len(self._dirty) * self._record_bytes
         self._dirty.clear()
-        result.disk_bytes = max(result.disk_bytes, usage(self._store.directory).disk_bytes)
+        result.disk_bytes = max(result.disk_bytes, usage(self._store.directory)["disk_bytes"])

@@ -34,7 +34,7 @@ from tierstore.bench.harness import (
 )
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit, page_cache_bytes
 from tierstore.bench.train_bound import Compulsory, bound_s, compulsory
-from tierstore.bench.train_process import PARTS, Opened, RoundSteps, TrainingProcess
+from tierstore.bench.train_process import PARTS, RoundSteps, TrainingProcess
 from tierstore.config import check_least, option
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
@@ -189,7 +189,7 @@ def in_ram(config: TrainConfig) -> TrainConfig:
 class _Rounds:
     """Both runs, by round; the tiered run's own description when opened, and the size of its files at the end."""
 
-    opened: Opened
+    opened: Mapping[str, Any]
     tiered: list[RoundSteps] = field(default_factory=list)
     in_ram: list[RoundSteps] = field(default_factory=list)
     disk_bytes_per_s: list[float] = field(default_factory=list)
@@ -267,8 +267,7 @@ def _figures(config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Com
         "experts": architecture.records,
         "record_bytes": architecture.records * expert_schema(config).record_bytes,
         "host_budget_bytes": config.host_budget,
-        "effective": rounds.opened.effective,
-        "fixed_resident_bytes": rounds.opened.fixed_resident_bytes,
+        **rounds.opened,
         "extent_bytes": rounds.extent_bytes,
         "page_cache_bytes": rounds.page_cache_bytes,
         "tiered": times,
@@ -437,7 +436,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
             medians = ", ".join(f"{way.value} {_medians(of)[-1]:.3f} s" for way, of in rounds.items())
             progress.say(f"round {turn + 1} of {bench.rounds}: {medians}")
         for way, process in processes.items():
-            planned = process.opened.fixed_resident_bytes + config.host_budget
+            planned = process.opened["fixed_resident_bytes"] + config.host_budget
             found[way] = _way_steps(rounds[way], planned)
     speed_ups = ratios(_medians(rounds[Way.MICRO]), _medians(rounds[Way.LAYER]))
     moved = found[Way.MICRO]["step_moved_bytes"] / max(found[Way.LAYER]["step_moved_bytes"], 1)
@@ -491,17 +490,13 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
 
 def _way_steps(rounds: Sequence[RoundSteps], planned: int) -> dict[str, Any]:
     """Steps of one way; ``planned``: bytes of its budgets plus its announced fixed memory."""
-    seconds = [value for one in rounds for value in one.step_s]
-    count, peak = len(seconds), max(one.peak_resident_bytes for one in rounds)
-    spilled = sum(one.spilled_bytes for one in rounds) // count
+    times = _step_times(rounds)
+    spilled = sum(one.spilled_bytes for one in rounds) // len(times["step_samples_s"])
     return {
-        "step_samples_s": seconds,
-        "step_median_s": statistics.median(seconds),
-        "step_moved_bytes": sum(one.read_bytes + one.written_bytes for one in rounds) // count + spilled,
+        **times,
+        "step_moved_bytes": times["step_read_bytes"] + times["step_written_bytes"] + spilled,
         "step_spilled_bytes": spilled,
-        "step_cpu_s": sum(one.cpu_s for one in rounds) / count,
-        "step_stall_s": sum(sum(one.stall_s_by_cause.values()) for one in rounds) / count,
-        "peak_resident_bytes": peak,
+        "step_stall_s": sum(stall["step_stall_s"] for stall in times["stalls"]),
         "planned_resident_bytes": planned,
-        "peak_to_plan_ratio": peak / planned,
+        "peak_to_plan_ratio": times["peak_resident_bytes"] / planned,
     }

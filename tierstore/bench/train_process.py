@@ -4,7 +4,7 @@
 side, and one rests while the other steps: both see the same disk and the same neighbours.
 
 The protocol is one JSON object per line. The parent sends ``{"config": .., "trace": ..}``, then any number of
-``{"steps": n}``, then closes the pipe. The child answers each with one line: ``Opened``, then ``RoundSteps``; a
+``{"steps": n}``, then closes the pipe. The child answers each with one line: what it opened, then ``RoundSteps``; a
 failure is ``{"error": text}``.
 """
 
@@ -36,14 +36,6 @@ PARTS = (
 )
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
 _SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """An open run: the memory that it always holds, and its store's description of itself."""
-
-    fixed_resident_bytes: int
-    effective: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +76,8 @@ class TrainingProcess:
             if limit is not None:
                 limit.add(self._process.pid)
             send(self._process, {"config": as_dict(config), "trace": None if trace is None else str(trace)})
-            self.opened = Opened(**receive(self._process, name))
+            #: The memory that the run always holds (``fixed_resident_bytes``), and its own description (``effective``).
+            self.opened = receive(self._process, name)
             if warmup:
                 self.run(warmup)
         except BaseException:
@@ -102,8 +95,7 @@ class TrainingProcess:
         end(self._process)
 
 
-# The child's end
-# ------------------------------------------------------------------------------------------------
+# The child's end --------------------------------------------------------------------------------------------
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
@@ -122,12 +114,10 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     order = choose_order(config)
     config = in_order(config, order)
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
-        yield asdict(
-            Opened(
-                fixed_resident_bytes=trainer.account.nbytes - config.host_budget,
-                effective=[*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
-            )
-        )
+        yield {
+            "fixed_resident_bytes": trainer.account.nbytes - config.host_budget,
+            "effective": [*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
+        }
         for request in requests:
             yield asdict(_steps(trainer, request["steps"]))
 

@@ -35,25 +35,19 @@ from tierstore.train.footprint import rank_tokens
 # and equation 2 gives the model size for the largest S and D.
 
 
-@dataclass(frozen=True)
-class PaperBytes:
-    """The left-hand sides of equation 1: bytes over all devices."""
+def paper_bytes(model: Architecture, alpha: float) -> dict[str, int]:
+    """The left-hand sides of equation 1: ``gpu_bytes``, ``cpu_bytes`` and ``ssd_bytes`` of all devices together.
 
-    gpu: int
-    cpu: int
-    ssd: int
-
-
-def paper_bytes(model: Architecture, alpha: float) -> PaperBytes:
-    """Bytes by the paper's formulas; ``alpha`` is the share of sparse parameters that is activated."""
+    ``alpha``: the share of sparse parameters that is activated.
+    """
     if not 0 <= alpha <= 1:
         raise ConfigError(f"alpha: expected a share from 0 to 1, got {alpha}")
     layers = max(len(model.moe_layers), 1)
-    return PaperBytes(
-        gpu=16 * model.dense + round(4 * alpha * model.sparse / layers),
-        cpu=round(16 * alpha * model.sparse),
-        ssd=12 * model.sparse,
-    )
+    return {
+        "gpu_bytes": 16 * model.dense + round(4 * alpha * model.sparse / layers),
+        "cpu_bytes": round(16 * alpha * model.sparse),
+        "ssd_bytes": 12 * model.sparse,
+    }
 
 
 # SE-MoE, section 3.2: ring memory against sparse loading ----------------------------------------------------
