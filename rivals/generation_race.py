@@ -461,7 +461,7 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
         how: dict[str, float | str] = {"contestant": one["contestant"], "batch": one["batch_count"]}
         for name in ("prefill", "decode"):
             rates = one[f"round_{name}_tokens_per_s"]
-            yield measured(name, rates, "tokens/s", Better.HIGHER, parameters=how)
+            yield measured(name, rates, "tokens/s", parameters=how)
         for name, key in (
             ("read a token, decoding", "decode_token_read_bytes"),
             ("read a token, prefill", "prefill_token_read_bytes"),
@@ -488,7 +488,7 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
     if found["load"] is not None:
         for name in ("first_token", "between_tokens"):
             label = f"{name.replace('_', ' ')} under load, p99"
-            yield measured(label, found["load"][f"{name}_p99_s"], "s", Better.LOWER)
+            yield measured(label, found["load"][f"{name}_p99_s"], "s")
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:

@@ -389,9 +389,9 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
         if "times" not in one or one["outcome"] != Outcome.RAN.value:
             continue
         each, how = one["times"], {"rival": one["rival"]}
-        yield measured("tokens", each["round_tokens_per_s"], "tokens/s", Better.HIGHER, parameters=how)
-        yield measured("step", each["step_samples_s"], "s", Better.LOWER, parameters=how)
-        yield measured("processor time a step", each["round_step_cpu_s"], "s", Better.LOWER, parameters=how)
+        yield measured("tokens", each["round_tokens_per_s"], "tokens/s", parameters=how)
+        yield measured("step", each["step_samples_s"], "s", parameters=how)
+        yield measured("processor time a step", each["round_step_cpu_s"], "s", parameters=how)
         resident = each["peak_resident_bytes"]
         yield measured("peak resident memory", resident, "bytes", Better.LOWER, parameters=how)
         for name in ("read", "written"):

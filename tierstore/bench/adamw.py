@@ -149,14 +149,12 @@ def found_in(
         },
         measurements=[
             *(
-                measured(
-                    "pass over all parameters", spent, "s", Better.LOWER, parameters={"contestant": name}
-                )
+                measured("pass over all parameters", spent, "s", parameters={"contestant": name})
                 for name, spent in samples.items()
             ),
             *(derived(one.name, rounds[one.key], "ratio", one.better, target=one.target) for one in compared),
             *(
-                measured("record", spent, "s", Better.LOWER, parameters={"operation": name})
+                measured("record", spent, "s", parameters={"operation": name})
                 for name, spent in record.items()
             ),
         ],

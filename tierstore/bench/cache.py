@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.bench.documents import Better, measured
+from tierstore.bench.documents import measured
 from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, prefixed
 from tierstore.config import check_least, option
 from tierstore.lab.costs import policy_time
@@ -60,7 +60,7 @@ class CacheBench(Benchmark):
                 policies.setdefault(name, {}).update(prefixed(f"{trace.name}_", rate))
                 speeds = [1 / spent for spent in samples_s]
                 how = {"policy": name, "trace": trace.name}
-                measurements.append(measured("replay", speeds, "requests/s", Better.HIGHER, parameters=how))
+                measurements.append(measured("replay", speeds, "requests/s", parameters=how))
         figures: dict[str, object] = {
             "requests": self.requests,
             "keys": self.keys,
@@ -78,7 +78,7 @@ class CacheBench(Benchmark):
         table = FigureTable(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
         if self.curve_points:
             figures["curves"] = timed = _time_curves(traces[0], self.curve_points, progress)
-            measurements.append(measured("all curves", timed["elapsed_s"], "s", Better.LOWER))
+            measurements.append(measured("all curves", timed["elapsed_s"], "s"))
             shown: list[FigureTable | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
         else:
             shown = [table]

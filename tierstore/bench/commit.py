@@ -79,7 +79,7 @@ class CommitBench(Benchmark):
         return Found(
             figures=figures,
             measurements=[
-                *(measured(name, samples[key], "s", Better.LOWER) for key, name in _TIMED.items()),
+                *(measured(name, samples[key], "s") for key, name in _TIMED.items()),
                 derived("commit to write", to_write, "ratio", Better.LOWER, target=_TO_WRITE),
                 counted("dirty", dirty, "bytes"),
             ],

@@ -104,11 +104,11 @@ class ProgramComparison:
         """
         for one in self.series:
             how = self._parameters | {"program": one.program}
-            yield measured(self._name("bandwidth"), one.speeds, "bytes/s", Better.HIGHER, parameters=how)
-            yield measured(self._name("CPU time of 1 GB"), one.costs, "s", Better.LOWER, parameters=how)
+            yield measured(self._name("bandwidth"), one.speeds, "bytes/s", parameters=how)
+            yield measured(self._name("CPU time of 1 GB"), one.costs, "s", parameters=how)
             for percent in (50.0, 99.0) if all(sample.latencies.count for sample in one.samples) else ():
                 times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in one.samples]
-                yield measured(self._name(f"latency p{percent:g}"), times, "s", Better.LOWER, parameters=how)
+                yield measured(self._name(f"latency p{percent:g}"), times, "s", parameters=how)
         speeds = {one.program: one.speeds for one in self.series}
         if {SMALL_PAGES, "fio"} <= speeds.keys():  # buffers in small pages, as fio's are
             small = ratios(speeds[SMALL_PAGES], speeds["fio"])

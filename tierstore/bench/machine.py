@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from tierstore import _native, machine
-from tierstore.bench.documents import Better, Measurement, derived, measured
+from tierstore.bench.documents import Measurement, derived, measured
 from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, size_option
 from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.bench.processes import AskedRanks, serve
@@ -183,10 +183,10 @@ def _measurements(name: str, points: _Points, cost: Cost) -> Iterator[Measuremen
     for amount, spent in points:
         samples.setdefault(amount, []).append(spent)
     for amount, times in samples.items():
-        yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
-    yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
+        yield measured(name, times, "s", parameters={kind: amount})
+    yield derived("latency", cost.latency_s, "s", parameters={"cost": name})
     if math.isfinite(cost.per_s):
-        yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
+        yield derived("rate", cost.per_s, f"{kind}/s", parameters={"cost": name})
 
 
 # Disk -------------------------------------------------------------------------------------------------------
@@ -335,17 +335,14 @@ def collective_times(
             "reduce_scatter": lambda w=whole, p=piece: group.reduce_scatter(w, p),  # type: ignore[misc]
             "all_to_all": lambda o=received, i=rows, s=splits: group.all_to_all(o, i, s, s),  # type: ignore[misc]
         }
-        for _ in range(repeats + 1):
+        for turn in range(repeats + 1):
             for name, issue in works.items():
                 group.barrier()
                 started = time.perf_counter()
                 issue().wait()
-                found[name].append((numel * others * 4, time.perf_counter() - started))
-    # The first of each is slower, since connections are made.
-    return {
-        name: [pair for index, pair in enumerate(pairs) if index % (repeats + 1)]
-        for name, pairs in found.items()
-    }
+                if turn:  # the first is slower, since connections are made
+                    found[name].append((numel * others * 4, time.perf_counter() - started))
+    return found
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:

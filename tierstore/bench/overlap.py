@@ -348,7 +348,7 @@ def _measurements(runs: Sequence[Mapping[str, Any]]) -> Iterator[Measurement]:
     for one in runs:
         how = {"balance": one["balance"].value, "prefetch": one["prefetch"].value}
         target = _TO_LONGEST if one["balance"] is Balance.EQUAL else _TO_LONGEST_OF_ALL
-        yield measured("step", one["step_samples_s"], "s", Better.LOWER, parameters=how)
+        yield measured("step", one["step_samples_s"], "s", parameters=how)
         yield derived(
             "step to the longest",
             [step / one["longest_s"] for step in one["step_samples_s"]],

@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -108,7 +108,7 @@ class DiskProbe:
             )
             self._file.allocate(0, self._slots * self._slot_bytes)
             for slot in range(self._slots):
-                self._submit("write", slot, self._slot_bytes)
+                self._submit(self._engine.write, slot, self._slot_bytes)
             self._drain(Durable.YES)
         except BaseException:
             self.close()
@@ -125,26 +125,24 @@ class DiskProbe:
 
     def bytes_per_s(self, mix: Bytes, *, durable: Durable = Durable.NO) -> float:
         """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random slots."""
-        moved = Bytes(0, 0)
+        read = written = 0
         sizes = itertools.cycle(self._sizes)
         begun = time.perf_counter()
-        while moved.read < mix.read or moved.written < mix.written:
+        while read < mix.read or written < mix.written:
             size = next(sizes)
             # The one that is further behind goes next.
-            behind = moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read
-            if behind or moved.written >= mix.written:
-                self._submit("read", next(self._order), size)
-                moved = Bytes(moved.read + size, moved.written)
+            if written >= mix.written or (read < mix.read and written * mix.read >= read * mix.written):
+                self._submit(self._engine.read, next(self._order), size)
+                read += size
             else:
-                self._submit("write", next(self._order), size)
-                moved = Bytes(moved.read, moved.written + size)
+                self._submit(self._engine.write, next(self._order), size)
+                written += size
         self._drain(durable)
-        return moved.total / (time.perf_counter() - begun)
+        return (read + written) / (time.perf_counter() - begun)
 
-    def _submit(self, kind: str, slot: int, size: int) -> None:
+    def _submit(self, call: Callable[..., int], slot: int, size: int) -> None:
         lane = self._turn % len(self._buffers)
         self._turn += 1
-        call = self._engine.read if kind == "read" else self._engine.write
         before = self._tickets[lane]
         self._tickets[lane] = call(
             self._file,

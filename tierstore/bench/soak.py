@@ -371,7 +371,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
         yield measured(name, figures[f"{name}_bytes"], "bytes")
     for name in ("reopen", "commit"):
         if "median_s" in figures[name]:
-            yield measured(f"{name}, median", figures[name]["median_s"], "s", Better.LOWER)
+            yield measured(f"{name}, median", figures[name]["median_s"], "s")
     for name, trend in figures["trends"].items():
         unit = trend["unit"]
         yield derived(f"{name}, growth a second", trend[f"slope_{unit}_per_s"], unit, Better.LOWER)

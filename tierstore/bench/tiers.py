@@ -397,12 +397,12 @@ def _measurements(point: dict[str, Any]) -> Iterator[Measurement]:
     for name in ("fetched", "changed"):
         speeds = [one[f"{name}_bytes_per_s"] for one in point["rounds"]]
         if any(speeds):
-            yield measured(name, speeds, "bytes/s", Better.HIGHER, parameters=what)
+            yield measured(name, speeds, "bytes/s", parameters=what)
     for name in ("fetch p50", "fetch p99", "fetch p99.9", "commit p50", "commit p99"):
         operation, percent = name.split()
         times = [one[operation].get(f"{percent}_s") for one in point["rounds"]]
         if samples := [spent for spent in times if spent is not None]:
-            yield measured(name, samples, "s", Better.LOWER, parameters=what)
+            yield measured(name, samples, "s", parameters=what)
     yield derived("hits", point["hit_ratio"], "ratio", Better.HIGHER, parameters=what)
     amplified = [one["write_amplification_ratio"] for one in point["rounds"]]
     if found := [ratio for ratio in amplified if ratio is not None]:

@@ -340,7 +340,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
         if key in figures:
             yield from _of_run(figures[key], {"run": name})
     if speeds := figures["round_disk_bytes_per_s"]:
-        yield measured("disk, same mix", speeds, "bytes/s", Better.HIGHER)
+        yield measured("disk, same mix", speeds, "bytes/s")
     # Without a run in RAM the bound is the disk's alone, and has no target.
     target = _TO_BOUND if "in_ram" in figures else None
     to_bound = figures["round_step_to_bound_ratio"]
@@ -352,15 +352,15 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
 
 def _of_run(of: Mapping[str, Any], how: dict[str, float | str]) -> Iterator[Measurement]:
     lower = Better.LOWER
-    yield measured("step", of["step_samples_s"], "s", lower, parameters=how)
-    yield measured("processor time a step", of["step_cpu_s"], "s", lower, parameters=how)
+    yield measured("step", of["step_samples_s"], "s", parameters=how)
+    yield measured("processor time a step", of["step_cpu_s"], "s", parameters=how)
     yield measured("peak resident memory", of["peak_resident_bytes"], "bytes", lower, parameters=how)
     yield counted("read a step", of["step_read_bytes"], "bytes", lower, parameters=how)
     yield counted("written a step", of["step_written_bytes"], "bytes", lower, parameters=how)
     yield counted("hits", of["hit_ratio"], "ratio", Better.HIGHER, parameters=how)
     for stall in of["stalls"]:
         caused = how | {"cause": stall["cause"]}
-        yield measured("stalled a step", stall["step_stall_s"], "s", lower, parameters=caused)
+        yield measured("stalled a step", stall["step_stall_s"], "s", parameters=caused)
 
 
 #: The parts of the mean step, for people.
@@ -460,7 +460,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
     for way, times in found.items():
         how = {"way": way.value}
         measurements += [
-            measured("step", times["step_samples_s"], "s", Better.LOWER, parameters=how),
+            measured("step", times["step_samples_s"], "s", parameters=how),
             measured(
                 "peak resident memory", times["peak_resident_bytes"], "bytes", Better.LOWER, parameters=how
             ),

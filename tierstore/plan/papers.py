@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import Cost, Profile
 from tierstore.model.architecture import Architecture
@@ -228,9 +229,7 @@ class RowBytes:
     top_k: int
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "width", "itemsize", "ranks", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 1, "tokens", "width", "itemsize", "ranks", "top_k")
 
     @property
     def _elsewhere(self) -> float:
