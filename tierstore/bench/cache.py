@@ -75,13 +75,12 @@ class CacheBench(Benchmark):
             "layer passes, event-atomic": "passes_requests_per_s",
         }
         rows = [{"policy": name, **rates} for name, rates in policies.items()]
-        table = FigureTable(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
+        title = f"requests a second and thread, {_CAPACITY:.0%} of the footprint"
+        shown: list[FigureTable | str] = [FigureTable(title, columns, rows)]
         if self.curve_points:
             figures["curves"] = timed = _time_curves(traces[0], self.curve_points, progress)
             measurements.append(measured("all curves", timed["elapsed_s"], "s"))
-            shown: list[FigureTable | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
-        else:
-            shown = [table]
+            shown.append(f"all curves: {format_seconds(timed['elapsed_s'])}")
         return Found(figures=figures, measurements=measurements, shown=shown)
 
 

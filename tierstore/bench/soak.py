@@ -161,7 +161,8 @@ class Soak:
         self._life_counts = {}
         kills = self._kill_every_s > 0
         early = kills and self._random.random() < _EARLY_KILLS_RATIO
-        kill_at = self._next_kill(self._random.random() * self._typical_start_s) if early else math.inf
+        typical_start_s = 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
+        kill_at = self._next_kill(self._random.random() * typical_start_s) if early else math.inf
         reader = MessageReader(process)
         heard = time.monotonic()
         try:
@@ -195,10 +196,6 @@ class Soak:
             process.kill()
             end_process(process)
             self._counts.update(self._life_counts)
-
-    @property
-    def _typical_start_s(self) -> float:
-        return 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
 
     def _next_kill(self, delay_s: float) -> float:
         """When (monotonic clock) to kill a process due after ``delay_s``: not in the middle third of a long soak."""

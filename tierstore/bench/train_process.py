@@ -21,7 +21,6 @@ from tierstore.bench.processes import end, receive, send, serve, start_module
 from tierstore.config import as_dict, from_dict
 
 if TYPE_CHECKING:
-    from tierstore.train.step_time import StepTime
     from tierstore.train.trainer import Trainer
 
 #: The parts of a step's time that are shown (``tierstore.train.step_time``).
@@ -140,14 +139,14 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
             cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
         },
         peak_resident_bytes=peak_resident_bytes(),
-        part_s={name: sum(getattr(one, name) for one in times) for name in PARTS if _counted(times, name)},
+        part_s={
+            name: sum(getattr(one, name) for one in times)
+            for name in PARTS
+            if times and all(getattr(one, name) is not None for one in times)
+        },
         spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
         **{name: after[name] - before[name] for name in _COUNTERS},
     )
-
-
-def _counted(times: Sequence[StepTime], part: str) -> bool:
-    return bool(times) and all(getattr(one, part) is not None for one in times)
 
 
 def _stalls(trainer: Trainer) -> dict[str, int]:

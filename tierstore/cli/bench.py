@@ -82,7 +82,6 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
         output: Output, save: Path | None, html: Path | None, compare: Path | None, **given: Any
     ) -> int:
         from tierstore.bench.comparing import compare as compare_documents
-        from tierstore.bench.report import write_report
 
         values = given_fields(kind, given)
         if configured is not None:
@@ -120,6 +119,8 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
                     raise DataError(f"{compare}: {error}") from error
                 show_comparison(comparisons[0], output)
             if html is not None:
+                from tierstore.bench.report import write_report  # matplotlib takes half a second to import
+
                 write_report([document], html, comparisons=comparisons)
         finally:
             output.emit({**figures, **({"compared": comparisons[0]} if comparisons else {})})
@@ -247,6 +248,7 @@ class _CommandProgress(Progress):
 @json_option
 def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
     """Write one HTML page about DOCUMENTS, saved by any benchmarks with --save: targets, plots, tables, machines."""
+    check_report()
     from tierstore.bench.report import write_report
 
     loaded = [load_document(path) for path in documents]
