@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from effort import share
 from hypothesis import given, settings
@@ -39,7 +40,6 @@ from tierstore.bench.io_turns import (
     with_checksums,
     with_fio,
 )
-from tierstore.bench.probes import Latencies
 from tierstore.capabilities import Capability
 from tierstore.cli.main import cli
 from tierstore.machine_profile import load_io_point
@@ -49,9 +49,8 @@ pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def sample(nbytes: int, elapsed_s: float, cpu_s: float = 1.0, latency_ns: int = 5) -> Sample:
-    latencies = Latencies()
-    latencies.add([latency_ns])
-    return Sample(nbytes=nbytes, elapsed_s=elapsed_s, cpu_s=cpu_s, operations=1, latencies=latencies)
+    latencies = np.array([latency_ns], np.float32)
+    return Sample(nbytes=nbytes, elapsed_s=elapsed_s, cpu_s=cpu_s, operations=1, latencies_ns=latencies)
 
 
 @dataclass

@@ -120,7 +120,7 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     assert (found.hits, found.misses, found.read_bytes) == (3 * 3 + 3 * 2 * 2, 0, 0)
     # Records 0 and 1 as they are and as they were committed; 2 and 3 are shared.
     assert found.needed_copies == 2 * 2 + 2
-    assert (found.fetch.count, found.update.count, found.commit.count) == (3, 3, 2)
+    assert (len(found.fetch), len(found.update), len(found.commit)) == (3, 3, 2)
     assert more.engine_written_bytes == more.commits * 2 * schema.record_bytes
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tierstore import _native
 from tierstore.bench.io_load import Sample, cpu_s
 from tierstore.bench.io_turns import OURS, ProgramComparison, take_turns
-from tierstore.bench.probes import Latencies, drop_pages, page_cache_bytes
+from tierstore.bench.probes import drop_pages, page_cache_bytes
 from tierstore.errors import TierstoreError
 from tierstore.machine import cores
 from tierstore.units import format_bytes
@@ -269,7 +269,6 @@ def _cold_read(paths: Sequence[Path], read: Read, order: Sequence[int], records:
         elapsed_s=elapsed,
         cpu_s=cpu_s() - cpu,
         operations=records.count,
-        latencies=Latencies(),
     )
 
 

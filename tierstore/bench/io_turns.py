@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import ratios
 from tierstore.bench.io_load import Checksums, FileSet, Fio, Job, Load, Pages, Reuse, Sample
-from tierstore.bench.probes import Latencies
+from tierstore.bench.probes import latency_summary
 from tierstore.stats import percentile, spread
 
 #: The bandwidth that the engine must reach, and the CPU time a byte that it may take, relative to fio.
@@ -42,9 +44,7 @@ class Series:
         return [sample.cpu_per_gb_s for sample in self.samples]
 
     def figures(self) -> dict[str, Any]:
-        speed, latencies = spread(self.speeds), Latencies()
-        for sample in self.samples:
-            latencies.merge(sample.latencies)
+        speed = spread(self.speeds)
         return {
             "program": self.program,
             "median_bytes_per_s": speed.median,
@@ -52,7 +52,7 @@ class Series:
             "greatest_bytes_per_s": speed.greatest,
             "operations_per_s": percentile([one.operations / one.elapsed_s for one in self.samples], 50),
             "cpu_per_gb_s": percentile(self.costs, 50),
-            "latency": latencies.summary(),
+            "latency": latency_summary(np.concatenate([one.latencies_ns for one in self.samples])),
             "rounds_bytes_per_s": self.speeds,
         }
 
@@ -106,9 +106,10 @@ class ProgramComparison:
             how = self._parameters | {"program": one.program}
             yield measured(self._name("bandwidth"), one.speeds, "bytes/s", parameters=how)
             yield measured(self._name("CPU time of 1 GB"), one.costs, "s", parameters=how)
-            for percent in (50.0, 99.0) if all(sample.latencies.count for sample in one.samples) else ():
-                times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in one.samples]
-                yield measured(self._name(f"latency p{percent:g}"), times, "s", parameters=how)
+            latencies = [latency_summary(sample.latencies_ns) for sample in one.samples]
+            for percent in ("p50", "p99") if all(latencies) else ():
+                times = [found[f"{percent}_s"] for found in latencies]
+                yield measured(self._name(f"latency {percent}"), times, "s", parameters=how)
         speeds = {one.program: one.speeds for one in self.series}
         if {SMALL_PAGES, "fio"} <= speeds.keys():  # buffers in small pages, as fio's are
             small = ratios(speeds[SMALL_PAGES], speeds["fio"])

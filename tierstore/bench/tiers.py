@@ -27,6 +27,7 @@ from tierstore.bench.harness import (
     store_option,
     work_directory,
 )
+from tierstore.bench.probes import latency_summary
 from tierstore.bench.soak import Soak
 from tierstore.bench.soak_plan import SoakShape, StoreModel
 from tierstore.bench.tiers_load import (
@@ -345,14 +346,14 @@ class _FilledStore:
             "commits": whole.commits,
             "hit_ratio": whole.hits / max(whole.hits + whole.misses, 1),
             **whole.rates(),
-            "fetch": whole.fetch.summary(),
-            "update": whole.update.summary(),
-            "commit": whole.commit.summary(),
+            "fetch": latency_summary(whole.fetch),
+            "update": latency_summary(whole.update),
+            "commit": latency_summary(whole.commit),
             "rounds": [
                 {
                     **one.rates(),
-                    "fetch": one.fetch.summary(),
-                    "commit": one.commit.summary(),
+                    "fetch": latency_summary(one.fetch),
+                    "commit": latency_summary(one.commit),
                     "write_amplification_ratio": one.write_amplification,
                 }
                 for one in rounds
