@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.predict import SteadyState, outcome, simulate
-from tierstore.plan.traffic import Moved, StepWindow, Traffic, step_traffic
+from tierstore.plan.traffic import SPAN, Moved, Traffic, step_traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, operations
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.predictor import PredictorName
@@ -113,7 +113,7 @@ class StackWorkload:
     links: LinksConfig
     calibration: StackCalibration
     #: The steps that are measured.
-    span: StepWindow = field(default_factory=StepWindow)
+    span: tuple[int, int] = SPAN
 
     @cached_property
     def setting(self) -> Setting:
@@ -254,7 +254,7 @@ def measure(
     ranks: RankProcesses, asked: RankRequest, every: Sequence[Case], base: StackShape
 ) -> list[dict[str, Any]]:
     """A row for each case; a calibration before each three of them, and one at the end."""
-    span = StepWindow(asked.warmup + CAUGHT_UP, asked.steps)
+    span = (asked.warmup + CAUGHT_UP, asked.steps)
     before, rows = calibrate(ranks, asked, base), []
     for begin in range(0, len(every), _BETWEEN):
         part = []

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from process import Opened
 
-from tierstore.bench.harness import at_least, more_than_0
 from tierstore.bench.probes import process_bytes
+from tierstore.config import check_least, check_positive
 from tierstore.errors import ConfigError
 from tierstore.machine import peak_resident_bytes
 from tierstore.serve.batch import BatchRunner
@@ -42,7 +42,7 @@ class Workload:
     seed: int = 7
 
     def __post_init__(self) -> None:
-        at_least(1, batch=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        check_least(self, 1, "batch", "prompt_tokens", "new_tokens")
         if self.vocabulary <= _FIRST_TOKEN:
             raise ConfigError(f"vocabulary: expected more than {_FIRST_TOKEN}, got {self.vocabulary}")
 
@@ -71,8 +71,8 @@ class Load:
     seed: int = 11
 
     def __post_init__(self) -> None:
-        at_least(1, sequences=self.sequences)
-        more_than_0(requests_per_s=self.requests_per_s)
+        check_least(self, 1, "sequences")
+        check_positive(self, "requests_per_s")
 
     def arrivals(self) -> list[float]:
         """Seconds after the beginning, rising."""

@@ -38,7 +38,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     ratios,
     size_option,
     store_option,
@@ -47,7 +46,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit
 from tierstore.bench.train_bound import compulsory
 from tierstore.cli.options import config_overrides
-from tierstore.config import PathKind, option
+from tierstore.config import PathKind, check_least, option
 from tierstore.errors import ConfigError, DataError
 from tierstore.stats import percentile
 from tierstore.store.config import IoConfig
@@ -139,11 +138,9 @@ class GenerationRace(Benchmark):
         return "generate"
 
     def __post_init__(self) -> None:
-        at_least(1, rounds=self.rounds, host_budget=self.host_budget, requests=self.requests)
-        at_least(1, prompt_tokens=self.prompt_tokens)
-        at_least(2, new_tokens=self.new_tokens)
-        at_least(0, memory=self.memory, read_ahead=self.read_ahead)
-        at_least(0, threads=self.threads, load=self.load, timeout=self.timeout)
+        check_least(self, 1, "rounds", "host_budget", "requests", "prompt_tokens")
+        check_least(self, 2, "new_tokens")
+        check_least(self, 0, "memory", "read_ahead", "threads", "load", "timeout")
         if not all(part.isdecimal() and int(part) for part in self.batch.split(",")):
             raise ConfigError(f"--batch: expected whole numbers separated by commas, got {self.batch!r}")
 
@@ -464,7 +461,7 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
         how: dict[str, float | str] = {"contestant": one["contestant"], "batch": one["batch_count"]}
         for name in ("prefill", "decode"):
             rates = one[f"round_{name}_tokens_per_s"]
-            yield measured(name, rates, "tokens/s", Better.HIGHER, parameters=how)
+            yield measured(name, rates, "tokens/s", parameters=how)
         for name, key in (
             ("read a token, decoding", "decode_token_read_bytes"),
             ("read a token, prefill", "prefill_token_read_bytes"),
@@ -491,7 +488,7 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
     if found["load"] is not None:
         for name in ("first_token", "between_tokens"):
             label = f"{name.replace('_', ' ')} under load, p99"
-            yield measured(label, found["load"][f"{name}_p99_s"], "s", Better.LOWER)
+            yield measured(label, found["load"][f"{name}_p99_s"], "s")
 
 
 def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:

@@ -39,7 +39,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     ratios,
     size_option,
     store_option,
@@ -48,7 +47,7 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import Bytes
 from tierstore.bench.train import StepDisk
 from tierstore.bench.train_bound import compulsory
-from tierstore.config import option
+from tierstore.config import check_least, option
 from tierstore.errors import DataError
 from tierstore.model.config import ComputeDtype
 from tierstore.stats import spread
@@ -119,8 +118,8 @@ class TrainingRace(Benchmark):
         return "rivals"
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, rounds=self.rounds, warmup=self.warmup)
-        at_least(0, memory_limit=self.memory_limit, timeout=self.timeout)
+        check_least(self, 1, "steps", "rounds", "warmup")
+        check_least(self, 0, "memory_limit", "timeout")
 
     def run(self, progress: Progress) -> Found:
         """Measures in ``store``, made and removed here.
@@ -395,9 +394,9 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
         if "times" not in one or one["outcome"] != Outcome.RAN.value:
             continue
         each, how = one["times"], {"rival": one["rival"]}
-        yield measured("tokens", each["round_tokens_per_s"], "tokens/s", Better.HIGHER, parameters=how)
-        yield measured("step", each["step_samples_s"], "s", Better.LOWER, parameters=how)
-        yield measured("processor time a step", each["round_step_cpu_s"], "s", Better.LOWER, parameters=how)
+        yield measured("tokens", each["round_tokens_per_s"], "tokens/s", parameters=how)
+        yield measured("step", each["step_samples_s"], "s", parameters=how)
+        yield measured("processor time a step", each["round_step_cpu_s"], "s", parameters=how)
         resident = each["peak_resident_bytes"]
         yield measured("peak resident memory", resident, "bytes", Better.LOWER, parameters=how)
         for name in ("read", "written"):

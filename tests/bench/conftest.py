@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from io_jobs import MIB
 from tiny import RefusedBench, TinyBench, TinyRun, bench_status, run_tiny
 
-from tierstore.bench.io_load import DataFiles
+from tierstore.bench.io_load import FileSet, data_files
 
 
 @pytest.fixture
@@ -43,9 +42,9 @@ def refused_bench(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> RefusedB
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataFiles]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileSet]:
     """4 MiB in each of two directories; both are empty again afterwards."""
     places = [tmp_path_factory.mktemp(name) for name in "ab"]
-    with closing(DataFiles(places, 4 * MIB)) as made:
+    with data_files(places, 4 * MIB) as made:
         yield made
     assert [list(place.iterdir()) for place in places] == [[], []]

@@ -1,4 +1,4 @@
-"""What is refused before anything is measured, and the work directory."""
+"""The work directory of a benchmark."""
 
 from __future__ import annotations
 
@@ -6,18 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.harness import at_least, more_than_0, require_free, work_directory
+from tierstore.bench.harness import work_directory
 from tierstore.errors import ConfigError
-from tierstore.machine import existing_parent
-
-
-def test_numbers() -> None:
-    at_least(2, ranks=2, steps=3)
-    more_than_0(seconds=0.1)
-    with pytest.raises(ConfigError, match=r"^steps: expected at least 2, got 1$"):
-        at_least(2, ranks=2, steps=1)
-    with pytest.raises(ConfigError, match=r"^seconds: expected more than 0, got 0$"):
-        more_than_0(seconds=0)
 
 
 def test_a_work_directory_is_removed_whatever_happens(tmp_path: Path) -> None:
@@ -37,13 +27,3 @@ def test_a_work_directory_is_removed_whatever_happens(tmp_path: Path) -> None:
     ):
         pass
     assert tmp_path.exists()
-
-
-def test_free_disk_is_that_of_the_nearest_directory_that_exists(tmp_path: Path) -> None:
-    directory = tmp_path / "not" / "there"
-    assert existing_parent(directory) == tmp_path
-    require_free(directory, 1, "it takes")
-    with pytest.raises(
-        ConfigError, match=f"^store: it takes {1 << 60} bytes of {tmp_path}, which has [0-9]+ free$"
-    ):
-        require_free(directory, 1 << 60, "it takes")

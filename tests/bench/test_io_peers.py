@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tierstore.bench import io_peers
-from tierstore.bench.io_peers import PEERS, PeerMismatch, PeerRecords, compare_peers
+from tierstore.bench.io_peers import PEERS, Peer, PeerMismatch, PeerRecords, Read, compare_peers
 
 RECORDS = PeerRecords(count=5, nbytes=256 << 10)
 
@@ -34,70 +35,63 @@ def test_all_that_are_installed(tmp_path: Path) -> None:
     assert len(ticks) == 2 * len(programs)
     for series in found.series:
         assert [one.nbytes for one in series.samples] == [RECORDS.count * RECORDS.nbytes] * 2
-    targets = {ratio.to: ratio.target for ratio in found.ratios}
+    targets = {ratio["to"]: ratio["target_ratio"] for ratio in found.ratios()}
     assert targets["aiofiles"] == targets["lmdb"] == 2
 
 
-class Liar:
+@contextmanager
+def liar(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """Its records are all alike."""
+    path, content = directory / "liar", records.content(0)
+    path.write_bytes(content.tobytes())
 
-    def prepare(self, place: Path, records: PeerRecords) -> list[Path]:
-        self.content = records.content(0)
-        (place / "liar").write_bytes(self.content.tobytes())
-        return [place / "liar"]
-
-    def read(self, order: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
+    def read(order: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
         for number in order:
-            take(number, self.content)
+            take(number, content)
 
-    def close(self) -> None:
-        pass
+    yield [path], read
 
 
-class Forgetful(Liar):
+@contextmanager
+def forgetful(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """It reads the first one only."""
+    with liar(directory, records) as (paths, _):
+        yield paths, lambda order, take: take(0, records.content(0))
 
-    def read(self, order: Sequence[int], take: Callable[[int, np.ndarray], None]) -> None:
-        take(0, self.content)
 
-
-class Broken(Liar):
+@contextmanager
+def broken(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """Installed, and of no use."""
-
-    def prepare(self, place: Path, records: PeerRecords) -> list[Path]:
-        raise RuntimeError("its library is missing")
-
-
-def only(peer: type[Liar], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_peers, "PEERS", {"json": lambda chunk, depth: peer()})
+    raise RuntimeError("its library is missing")
+    yield
 
 
 @pytest.mark.parametrize(
-    ("peer", "says"), [(Liar, "not what was written"), (Forgetful, r"read records \[0\]")]
+    ("peer", "says"), [(liar, "not what was written"), (forgetful, r"read records \[0\]")]
 )
 def test_other_bytes_are_caught(
-    peer: type[Liar], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peer: Peer, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only(peer, monkeypatch)
+    monkeypatch.setattr(io_peers, "PEERS", {"json": peer})
     found, notes = compare_peers(tmp_path, RECORDS, chunk_bytes=4096, queue_depth=1, rounds=1)
     assert [series.program for series in found.series] == ["tierstore"]
     assert any(re.search(says, note) for note in notes)
 
 
 def test_our_own_other_bytes_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_peers, "Ours", lambda chunk, depth: Liar())
+    monkeypatch.setattr(io_peers, "ours", liar)
     with pytest.raises(PeerMismatch, match="tierstore: record"):
         compare_peers(tmp_path, RECORDS, chunk_bytes=4096, queue_depth=1, rounds=1)
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(Broken, monkeypatch)
+    monkeypatch.setattr(io_peers, "PEERS", {"json": broken})
     found, notes = compare_peers(tmp_path, RECORDS, chunk_bytes=4096, queue_depth=1, rounds=1)
     assert [series.program for series in found.series] == ["tierstore"]
     assert "json: its library is missing" in notes
 
 
 def test_what_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_peers, "PEERS", {"no_such_library": lambda chunk, depth: Liar()})
+    monkeypatch.setattr(io_peers, "PEERS", {"no_such_library": liar})
     _, notes = compare_peers(tmp_path, RECORDS, chunk_bytes=4096, queue_depth=1, rounds=1)
     assert "no_such_library: not installed" in notes

@@ -28,11 +28,11 @@ def test_a_file_without_a_name_takes_space(tmp_path: Path) -> None:
         named = usage(tmp_path)
         (tmp_path / "scratch").unlink()
         nameless = usage(tmp_path)
-    assert nameless.disk_bytes - before.disk_bytes == named.disk_bytes >= 1 << 20
+    assert nameless["disk_bytes"] - before["disk_bytes"] == named["disk_bytes"] >= 1 << 20
     assert disk_bytes(tmp_path) == 0
-    assert named.descriptors == nameless.descriptors == before.descriptors + 1
-    assert usage(tmp_path).descriptors == before.descriptors
-    assert before.resident_bytes > 1 << 20
+    assert named["descriptors"] == nameless["descriptors"] == before["descriptors"] + 1
+    assert usage(tmp_path)["descriptors"] == before["descriptors"]
+    assert before["resident_bytes"] > 1 << 20
 
 
 def test_what_is_written_is_counted(tmp_path: Path) -> None:

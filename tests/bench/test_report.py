@@ -10,8 +10,7 @@ from documents import document, small
 
 from tierstore.bench.comparing import compare
 from tierstore.bench.documents import Better, Measurement, counted, measured
-from tierstore.bench.plots import plots_of
-from tierstore.bench.report import render_report
+from tierstore.bench.report import plots_of, render_report
 
 
 def texts(svg: str) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import TinyBench
 
-from tierstore.bench.plots import plots_of
+from tierstore.bench.report import plots_of
 from tierstore.bench.scale import DecisionProgram, fit_exponent, make_core, n_log_n_exponent
 from tierstore.cache.access import Phase
 

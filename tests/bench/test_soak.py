@@ -19,7 +19,7 @@ import pytest
 
 from tierstore.bench.harness import Progress
 from tierstore.bench.probes import disk_bytes
-from tierstore.bench.soak import SoakBench, soak, stored_bytes
+from tierstore.bench.soak import Soak, stored_bytes
 from tierstore.bench.soak_plan import (
     FORGETFUL,
     LEARNING_RATE,
@@ -33,6 +33,7 @@ from tierstore.bench.soak_plan import (
     gradient,
     key_of,
 )
+from tierstore.bench.tiers import TiersBench
 from tierstore.errors import ConfigError
 from tierstore.store import Group, NewRecord, ParameterStore, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
@@ -58,17 +59,11 @@ def small_soak(
     seconds: float,
     *,
     kill_every_s: float = 0.3,
-    between_lives: Callable[[int], None] | None = None,
+    between_lives: Callable[[int], None] = lambda life: None,
     watch: Callable[[Mapping[str, object]], None] = lambda fields: None,
 ) -> dict[str, Any]:
-    bench = SoakBench(
-        directory=place,
-        seconds=seconds,
-        shape=SMALL,
-        kill_every_s=kill_every_s,
-        between_lives=between_lives,
-    )
-    found = soak(bench, Watched(watch))
+    soak = Soak(place, SMALL, seconds, kill_every_s=kill_every_s, between_lives=between_lives)
+    found = soak.run(Watched(watch))
     assert found.failed == bool(found.figures["failures"])
     return dict(found.figures)
 
@@ -172,28 +167,21 @@ def test_a_store_over_two_drives(tmp_path: Path) -> None:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([value ^ 0x10]))
 
-    def over_two(seconds: float, between_lives: Callable[[int], None] | None) -> Mapping[str, Any]:
-        bench = SoakBench(
-            directory=place,
-            further=(further,),
-            seconds=seconds,
-            shape=SMALL,
-            kill_every_s=0.6,
-            between_lives=between_lives,
-        )
-        return soak(bench, Progress()).figures
+    def over_two(seconds: float, **options: Callable[[int], None]) -> Mapping[str, Any]:
+        soak = Soak(place, SMALL, seconds, further=(further,), kill_every_s=0.6, **options)
+        return soak.run(Progress()).figures
 
-    found = over_two(3, None)
+    found = over_two(3)
     assert found["failures"] == []
     assert found["audited_bytes"] > 0 or found["kills_count"] == 0
     assert found["directories"] == (place, further)
     assert not place.exists()
     assert not further.exists()
-    (failure,) = over_two(20, damage)["failures"]
+    (failure,) = over_two(20, between_lives=damage)["failures"]
     assert str(damaged[0]) in failure
     assert "1 wrong bytes" in failure
     with pytest.raises(ConfigError, match="drive exists"):
-        SoakBench(directory=tmp_path / "new", further=(further,), seconds=1)
+        Soak(tmp_path / "new", SMALL, 1, further=(further,)).run(Progress())
 
 
 def test_every_misuse_is_refused(tmp_path: Path) -> None:
@@ -335,14 +323,12 @@ def test_an_interrupt_ends_it_cleanly(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    for wrong in ({"seconds": 0.0}, {"seconds": 1.0, "kill_every_s": -1.0}):
+    for wrong in ({"minutes": 0.0}, {"minutes": 1.0, "kill_every": -1.0}):
         with pytest.raises(ConfigError, match="expected"):
-            SoakBench(directory=tmp_path / "s", **wrong)
+            TiersBench(store=tmp_path / "s", **wrong)
     with pytest.raises(ConfigError, match="directory of its own"):
-        SoakBench(directory=tmp_path, seconds=1)
-    huge = SoakBench(
-        directory=tmp_path / "s", seconds=1, shape=SoakShape(store_bytes=1 << 50, record_bytes=1 << 40)
-    )
-    with pytest.raises(ConfigError, match="free"):
-        soak(huge, Progress())
+        Soak(tmp_path, SMALL, 1).run(Progress())
+    huge = SoakShape(store_bytes=1 << 50, record_bytes=1 << 40)
+    with pytest.raises(OSError, match="free"):
+        Soak(tmp_path / "s", huge, 1).run(Progress())
     assert not (tmp_path / "s").exists()

@@ -120,7 +120,7 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     assert (found.hits, found.misses, found.read_bytes) == (3 * 3 + 3 * 2 * 2, 0, 0)
     # Records 0 and 1 as they are and as they were committed; 2 and 3 are shared.
     assert found.needed_copies == 2 * 2 + 2
-    assert (found.fetch.count, found.update.count, found.commit.count) == (3, 3, 2)
+    assert (len(found.fetch), len(found.update), len(found.commit)) == (3, 3, 2)
     assert more.engine_written_bytes == more.commits * 2 * schema.record_bytes
 
 
@@ -227,8 +227,8 @@ def test_what_cannot_be(tmp_path: Path, wrong: dict[str, Any]) -> None:
 
 def test_directories(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="directory of its own"):
-        small(tmp_path)
-    with pytest.raises(ConfigError, match="free"):
+        small(tmp_path).run(Progress())
+    with pytest.raises(OSError, match="free"):
         small(tmp_path / "b", store_bytes=1 << 50, record_bytes=(1 << 40,)).run(Progress())
     assert not (tmp_path / "b").exists()
 

@@ -21,7 +21,6 @@ from tierstore.bench.overlap import (
 )
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.machine_profile import Cost
-from tierstore.plan.traffic import StepWindow
 from tierstore.prefetch.operations import Resource
 
 SHAPE = StackShape(layers=6, experts=2, dense_side=64, expert_side=64, cached_layers=3.0, forward_s=0.01)
@@ -98,9 +97,7 @@ def test_what_is_predicted_to_move_does(
     """Two real ranks, to the byte."""
     shape = replace(SHAPE, forward_s=0.001, computation=Computation.DEVICE, **differs)
     steps, warmup = 8, 6
-    sent, moved = StackWorkload(
-        shape, LinksConfig(), NOTHING, StepWindow(warmup + CAUGHT_UP, steps)
-    ).moved_bytes()
+    sent, moved = StackWorkload(shape, LinksConfig(), NOTHING, (warmup + CAUGHT_UP, steps)).moved_bytes()
     asked = RankRequest(directory=tmp_path / "run", steps=steps, warmup=warmup, shape=shape)
     found = ranks.measure(asked)
     assert found.sent_bytes == sent

@@ -16,7 +16,7 @@ from tierstore.hf.spec import stored_spec
 from tierstore.model.interface import Batch
 from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.plan.capacity import Setting, Use, capacity, usage_of
-from tierstore.plan.traffic import StepWindow, step_traffic
+from tierstore.plan.traffic import step_traffic
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import least_host_budget
 from tierstore.train.config import FinetuneConfig
@@ -25,7 +25,7 @@ from tierstore.train.session import open_parts
 from tierstore.train.setup import Loop
 from tierstore.train.stepping import SessionParts, Stepper
 
-WINDOW = StepWindow(warm_up=3, steps=2)
+WARM_UP, STEPS = 3, 2
 TOKENS = 128
 
 
@@ -57,16 +57,16 @@ def test_bytes_of_a_step(tmp_path: Path, use: Use, targets: LoraTargets) -> None
         model=spec.architecture,
         usage=usage_of(spec, use, rank=4),
     )
-    expected = step_traffic(planned, capacity(planned), WINDOW)
+    expected = step_traffic(planned, capacity(planned), (WARM_UP, STEPS))
     with open_parts(config, Opening.RESUME, loop=Loop.EXTERNAL) as parts:
         Stepper(parts).commit()
-        for number in range(WINDOW.warm_up):
+        for number in range(WARM_UP):
             step(parts, number)
         before = parts.store.cache.residency.stats()
-        for number in range(WINDOW.steps):
+        for number in range(STEPS):
             step(parts, number)
         after = parts.store.cache.residency.stats()
     assert expected.read_bytes > 0
     assert (expected.written_bytes > 0) == (use is Use.LORA)
-    assert (after.read_bytes - before.read_bytes) / WINDOW.steps == expected.read_bytes
-    assert (after.written_bytes - before.written_bytes) / WINDOW.steps == expected.written_bytes
+    assert (after.read_bytes - before.read_bytes) / STEPS == expected.read_bytes
+    assert (after.written_bytes - before.written_bytes) / STEPS == expected.written_bytes

@@ -14,7 +14,7 @@ from traffic_cases import Make
 from tierstore.errors import BudgetError, ConfigError
 from tierstore.machine_profile import ASSUMED
 from tierstore.plan.capacity import capacity
-from tierstore.plan.traffic import StepWindow, step_traffic
+from tierstore.plan.traffic import step_traffic
 from tierstore.stats import Tier
 from tierstore.store.index.database import index_bytes
 from tierstore.tiers.slots import DeviceKind
@@ -63,7 +63,7 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     torch.set_num_threads(1)
     planned = setting(RUNS[name])
     taken = capacity(planned)
-    window = StepWindow(warm_up=4, steps=4)
+    window = (4, 4)
     traffic = step_traffic(planned, taken, window)
     with open_session(planned.config, Opening.CREATE) as trainer:
         store = trainer.store
@@ -71,7 +71,7 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
             assert store.records.info(f"expert.{layer:04d}.00000").schema == planned.schema
         assert sum(key.startswith("expert") for key in store.records.keys) == planned.records
         moved = []
-        for steps in (window.warm_up, window.steps):
+        for steps in window:
             for _ in range(steps):
                 trainer.step()
             stats = store.cache.residency.stats()
@@ -80,7 +80,7 @@ def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
         arena = store.cache.residency.capacity_frames
         held = sum(path.stat().st_size for path in planned.config.store.rglob("*") if path.is_file())
         scratch = store.extents.allocated_bytes - _extents(planned.config.store)
-    step = [(after - before) / window.steps for before, after in zip(*moved, strict=True)]
+    step = [(after - before) / window[1] for before, after in zip(*moved, strict=True)]
     assert step[:2] == pytest.approx([traffic.read_bytes, traffic.written_bytes], abs=1)
     assert step[2:] == [traffic.hits, traffic.misses]
     moved_for = traffic.moved_for.values()

@@ -43,18 +43,18 @@ def _model(dense: int, expert: int, experts: int, layers: int) -> Architecture:
 
 def test_the_dense_states_are_sixteen_bytes_a_parameter() -> None:
     """fp16 parameter and gradient, fp32 master, momentum and variance: not the 2 + 2 + 2 + 2 + 4 that is printed."""
-    assert paper_bytes(_model(1000, 10, 1, 1), 0.0).gpu == (2 + 2 + 4 + 4 + 4) * 1000
+    assert paper_bytes(_model(1000, 10, 1, 1), 0.0)["gpu_bytes"] == (2 + 2 + 4 + 4 + 4) * 1000
 
 
 def test_by_hand() -> None:
     """D = 100, S = 4 x 2 x 50 = 400, L = 2, alpha = 1/2."""
     found = paper_bytes(_model(100, 50, 4, 2), 0.5)
-    assert found.gpu == 16 * 100 + 4 * 0.5 * 400 / 2
-    assert found.cpu == 16 * 0.5 * 400
-    assert found.ssd == 12 * 400
+    assert found["gpu_bytes"] == 16 * 100 + 4 * 0.5 * 400 / 2
+    assert found["cpu_bytes"] == 16 * 0.5 * 400
+    assert found["ssd_bytes"] == 12 * 400
     # L = 1, and none: S is 200, and 0.
-    assert paper_bytes(_model(100, 50, 4, 1), 0.5).gpu == 16 * 100 + 4 * 0.5 * 200
-    assert paper_bytes(_model(100, 50, 4, 0), 0.5).gpu == 16 * 100
+    assert paper_bytes(_model(100, 50, 4, 1), 0.5)["gpu_bytes"] == 16 * 100 + 4 * 0.5 * 200
+    assert paper_bytes(_model(100, 50, 4, 0), 0.5)["gpu_bytes"] == 16 * 100
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])

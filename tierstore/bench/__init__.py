@@ -1,7 +1,7 @@
 """Benchmarks: each measures one thing, in one file; ``harness.py`` describes how to write one.
 
 If a benchmark needs a second file (say, for the process of its ranks), that file's name begins with the benchmark's;
-``soak`` is the soak of ``tiers``. ``documents``, ``comparing``, ``report`` and ``plots`` handle results; ``probes``,
+``soak`` is the soak of ``tiers``. ``documents``, ``comparing`` and ``report`` handle results; ``probes``,
 ``processes`` and ``namespaces`` are tools that several benchmarks share. Tests have the same path below ``tests``.
 """
 

@@ -35,9 +35,9 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore.bench.documents import Better, derived, measured
-from tierstore.bench.harness import Benchmark, Found, Progress, at_least, ratios
+from tierstore.bench.harness import Benchmark, Found, Progress, ratios
 from tierstore.bench.probes import Bytes, DiskProbe
-from tierstore.config import PathKind, option
+from tierstore.config import PathKind, check_least, option
 from tierstore.store.config import IoConfig, tune
 from tierstore.store.opening import make_engine
 
@@ -73,7 +73,7 @@ class AdamWBench(Benchmark):
     store: Path = option(Path(), "Directory to measure the record read in.", path=PathKind.EXISTING_DIRECTORY)
 
     def __post_init__(self) -> None:
-        at_least(1, parameters=self.parameters, threads=self.threads, repeats=self.repeats)
+        check_least(self, 1, "parameters", "threads", "repeats")
 
     def run(self, progress: Progress) -> Found:
         """Run the benchmark. Sets torch's thread count meanwhile."""
@@ -149,14 +149,12 @@ def found_in(
         },
         measurements=[
             *(
-                measured(
-                    "pass over all parameters", spent, "s", Better.LOWER, parameters={"contestant": name}
-                )
+                measured("pass over all parameters", spent, "s", parameters={"contestant": name})
                 for name, spent in samples.items()
             ),
             *(derived(one.name, rounds[one.key], "ratio", one.better, target=one.target) for one in compared),
             *(
-                measured("record", spent, "s", Better.LOWER, parameters={"operation": name})
+                measured("record", spent, "s", parameters={"operation": name})
                 for name, spent in record.items()
             ),
         ],

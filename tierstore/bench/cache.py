@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.bench.documents import Better, measured
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, prefixed
-from tierstore.config import option
+from tierstore.bench.documents import measured
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, prefixed
+from tierstore.config import check_least, option
 from tierstore.lab.costs import policy_time
 from tierstore.lab.miss_curves import all_policies, curve_capacities, curves
 from tierstore.lab.requests import Requests
@@ -41,7 +41,7 @@ class CacheBench(Benchmark):
     curve_points: int = option(0, "Also time every policy's curve of N points.", least=0)
 
     def __post_init__(self) -> None:
-        at_least(1, **{"--requests": self.requests, "--keys": self.keys, "--repeats": self.repeats})
+        check_least(self, 1, "requests", "keys", "repeats", table="--")
 
     def run(self, progress: Progress) -> Found:
         """The rates of every policy that suits the requests; with ``curve_points`` also the time of all curves."""
@@ -60,7 +60,7 @@ class CacheBench(Benchmark):
                 policies.setdefault(name, {}).update(prefixed(f"{trace.name}_", rate))
                 speeds = [1 / spent for spent in samples_s]
                 how = {"policy": name, "trace": trace.name}
-                measurements.append(measured("replay", speeds, "requests/s", Better.HIGHER, parameters=how))
+                measurements.append(measured("replay", speeds, "requests/s", parameters=how))
         figures: dict[str, object] = {
             "requests": self.requests,
             "keys": self.keys,
@@ -75,13 +75,12 @@ class CacheBench(Benchmark):
             "layer passes, event-atomic": "passes_requests_per_s",
         }
         rows = [{"policy": name, **rates} for name, rates in policies.items()]
-        table = FigureTable(f"requests a second and thread, {_CAPACITY:.0%} of the footprint", columns, rows)
+        title = f"requests a second and thread, {_CAPACITY:.0%} of the footprint"
+        shown: list[FigureTable | str] = [FigureTable(title, columns, rows)]
         if self.curve_points:
             figures["curves"] = timed = _time_curves(traces[0], self.curve_points, progress)
-            measurements.append(measured("all curves", timed["elapsed_s"], "s", Better.LOWER))
-            shown: list[FigureTable | str] = [table, f"all curves: {format_seconds(timed['elapsed_s'])}"]
-        else:
-            shown = [table]
+            measurements.append(measured("all curves", timed["elapsed_s"], "s"))
+            shown.append(f"all curves: {format_seconds(timed['elapsed_s'])}")
         return Found(figures=figures, measurements=measurements, shown=shown)
 
 

@@ -25,7 +25,6 @@ from tierstore.bench.harness import (
     Benchmark,
     Found,
     Progress,
-    at_least,
     prefixed,
     ratios,
     size_option,
@@ -33,7 +32,7 @@ from tierstore.bench.harness import (
     work_directory,
 )
 from tierstore.bench.probes import Bytes, DiskProbe, Durable
-from tierstore.config import option
+from tierstore.config import check_least, option
 from tierstore.stats import spread
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
@@ -58,8 +57,8 @@ class CommitBench(Benchmark):
     store: Path = store_option()
 
     def __post_init__(self) -> None:
-        at_least(1, records=self.records, rounds=self.rounds)
-        at_least(12, record_bytes=self.record_bytes)
+        check_least(self, 1, "records", "rounds")
+        check_least(self, 12, "record_bytes")
 
     def run(self, progress: Progress) -> Found:
         """Measure in ``store``, which is made and removed here."""
@@ -80,7 +79,7 @@ class CommitBench(Benchmark):
         return Found(
             figures=figures,
             measurements=[
-                *(measured(name, samples[key], "s", Better.LOWER) for key, name in _TIMED.items()),
+                *(measured(name, samples[key], "s") for key, name in _TIMED.items()),
                 derived("commit to write", to_write, "ratio", Better.LOWER, target=_TO_WRITE),
                 counted("dirty", dirty, "bytes"),
             ],

@@ -131,16 +131,21 @@ def measured(
     name: str,
     samples: float | Sequence[float],
     unit: str,
-    better: Better = Better.NEITHER,
+    better: Better | None = None,
     *,
     parameters: Mapping[str, float | str] = _NOTHING,
     target: float | None = None,
     evidence: Origin = Origin.MEASURED,
 ) -> Measurement:
-    """A measurement of one or several ``samples``. Raises ConfigError if there are none, or one is not finite."""
+    """A measurement of one or several ``samples``. ``better`` None: lower for times, higher for rates, else neither.
+
+    Raises ConfigError if there are none, or one is not finite.
+    """
     values = tuple(map(float, [samples] if isinstance(samples, int | float) else samples))
     if not values or not all(map(math.isfinite, values)):
         raise ConfigError(f"{name}: expected finite samples, got {samples}")
+    if better is None:
+        better = Better.LOWER if unit == "s" else Better.HIGHER if unit.endswith("/s") else Better.NEITHER
     return Measurement(
         name=name,
         parameters=dict(parameters),

@@ -24,7 +24,6 @@ from typing import Any
 from tierstore.bench.documents import Measurement, Origin, shown
 from tierstore.config import option
 from tierstore.errors import ConfigError
-from tierstore.machine import existing_parent
 from tierstore.units import parse_size
 
 #: Where benchmarks make their stores if ``--store`` is not given.
@@ -177,20 +176,6 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float], scale: fl
 # What is refused before the work ----------------------------------------------------------------------------
 
 
-def at_least(least: int, **values: float) -> None:
-    """Raise ConfigError naming the first of ``values`` that is below ``least``."""
-    for name, value in values.items():
-        if value < least:
-            raise ConfigError(f"{name}: expected at least {least}, got {value}")
-
-
-def more_than_0(**values: float) -> None:
-    """Raise ConfigError naming the first of ``values`` that is not above 0."""
-    for name, value in values.items():
-        if value <= 0:
-            raise ConfigError(f"{name}: expected more than 0, got {value}")
-
-
 def refuse_existing(directory: Path) -> None:
     """Raise ConfigError if ``directory`` exists, since a benchmark removes its whole work directory."""
     if directory.exists():
@@ -206,11 +191,3 @@ def work_directory(directory: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def require_free(directory: Path, nbytes: int, what: str) -> None:
-    """Raise ConfigError if the disk of ``directory`` has less than ``nbytes`` free; ``what`` describes their use."""
-    parent = existing_parent(directory)
-    free = shutil.disk_usage(parent).free
-    if free < nbytes:
-        raise ConfigError(f"store: {what} {nbytes} bytes of {parent}, which has {free} free")

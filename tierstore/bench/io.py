@@ -13,17 +13,15 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, size_option
 from tierstore.bench.io_load import (
     IN_FLIGHT_LIMIT,
-    DataFiles,
     FileSet,
     Fio,
     Job,
@@ -31,6 +29,7 @@ from tierstore.bench.io_load import (
     Pattern,
     TransferKind,
     check_space,
+    data_files,
     find_fio,
 )
 from tierstore.bench.io_peers import PEERS, PeerRecords, compare_peers, missing_peers
@@ -44,7 +43,7 @@ from tierstore.bench.io_turns import (
     with_fio,
 )
 from tierstore.capabilities import Capability, probe_dax, probe_direct_io, probe_io_uring, resolve
-from tierstore.config import option
+from tierstore.config import check_least, check_positive, option
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import IoPoint, save_io_point
 from tierstore.stats import percentile
@@ -112,9 +111,8 @@ class IoBench(Benchmark):
             raise ConfigError(
                 f"--size: expected a multiple of 4 MiB of at least 8 MiB, got {self.size} bytes"
             )
-        if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"--minutes: expected more than 0, got {self.minutes}")
-        at_least(1, **{"--rounds": self.rounds})
+        check_least(self, 1, "rounds", table="--")
+        check_positive(self, "minutes", table="--")
         if self.record_bytes < 4096 or self.record_bytes % 4096 or self.records < 1:
             raise ConfigError("records: expected at least one, of a multiple of 4096 bytes")
 
@@ -142,7 +140,7 @@ class IoBench(Benchmark):
         check_space(bench.places, bench.size)
         check_space(bench.places[:1], bench.size + _COPIES * record_bytes)
         meter = _Meter(bench, fio, progress)
-        with closing(DataFiles(bench.places, bench.size)) as files:
+        with data_files(bench.places, bench.size) as files:
             bests, tried = [], []
             for directory, alone in zip(bench.places, files.alone, strict=True):
                 best, points = search(bench, alone, seconds=meter.seconds, tick=meter.tick)
@@ -150,8 +148,8 @@ class IoBench(Benchmark):
                 tried.append({"best": best.figures(), "tried": [point.figures() for point in points]})
                 profile = None if bench.no_profile else save_io_point(directory, best.point())
             # A part that is quickly written with checksums, which must exist before they can be compared.
-            part = FileSet(files.striped.paths, min(bench.size, _CHECKED_BYTES))
-            plans = [(plan, files.striped) for plan in (*_named(bench, bests[0], fio), *jobs(bench, fio))]
+            part = FileSet(files.paths, min(bench.size, _CHECKED_BYTES))
+            plans = [(plan, files) for plan in (*_named(bench, bests[0], fio), *jobs(bench, fio))]
             comparisons = [
                 compare(plan, chosen, seconds=meter.seconds, rounds=bench.rounds, tick=meter.tick)
                 for plan, chosen in (*plans, *((plan, part) for plan in _checked(bench)))
@@ -254,11 +252,11 @@ def _checked(bench: IoBench) -> list[JobPlan]:
     ]
 
 
-def _striped(bench: IoBench, files: DataFiles, meter: _Meter) -> list[ProgramComparison]:
+def _striped(bench: IoBench, files: FileSet, meter: _Meter) -> list[ProgramComparison]:
     """Each directory alone, and all of them together."""
-    if len(files.alone) < 2:
+    if len(files.paths) < 2:
         return []
-    sets = [("all directories", files.striped)]
+    sets = [("all directories", files)]
     sets += [(str(path), alone) for path, alone in zip(bench.places, files.alone, strict=True)]
     return [
         compare(
@@ -295,14 +293,11 @@ def jobs(bench: IoBench, fio: Fio | None) -> list[JobPlan]:
     for job in chosen:
         if job.in_flight_bytes > min(IN_FLIGHT_LIMIT, bench.size):
             continue
-        beside = fio if fio is not None and fio.can_run(job) and _worth_fio(bench, job) else None
+        # In a full sweep only random jobs that bypass the page cache, or fio would take most of the time.
+        worth = not bench.full or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
+        beside = fio if fio is not None and fio.can_run(job) and worth else None
         plans.append(JobPlan(title="", ours={OURS: job}, fio=beside))
     return plans
-
-
-def _worth_fio(bench: IoBench, job: Job) -> bool:
-    """In a full sweep only random jobs that bypass the page cache, or fio would take most of the time."""
-    return not bench.full or (job.pattern is Pattern.RANDOM and job.direct is Capability.ON)
 
 
 def _quick(bench: IoBench) -> Iterator[Job]:
@@ -444,8 +439,7 @@ def _shown(
     chosen = [*_fastest(bench, comparisons), *striped]
     yield FigureTable("", _COLUMNS, [_row(one) for one in chosen])
     rows = [
-        {**one.figures(), "ratio": percentile(ratio.rounds, 50) if ratio else None}
-        for one, ratio in zip(peers.series, [None, *peers.ratios], strict=True)
+        {**one.figures(), **ratio} for one, ratio in zip(peers.series, [{}, *peers.ratios()], strict=True)
     ]
     yield FigureTable(
         f"cold reads of {bench.records} records of {format_bytes(bench.record_bytes)}",
@@ -453,7 +447,7 @@ def _shown(
             "": "program",
             "bytes/s": "median_bytes_per_s",
             "CPU a GB": "cpu_per_gb_s",
-            "ours / theirs": "ratio",
+            "ours / theirs": "median_ratio",
         },
         rows,
     )
@@ -488,7 +482,7 @@ def _row(comparison: ProgramComparison) -> dict[str, Any]:
         job.backend.value,
         "" if job.past_cache else "page cache",
     )
-    fio = next((ratio.figures() for ratio in comparison.ratios if ratio.to == "fio"), {})
+    fio = next((ratio for ratio in comparison.ratios() if ratio["to"] == "fio"), {})
     return {
         "what": ", ".join(filter(None, parts)),
         **comparison.series[0].figures(),

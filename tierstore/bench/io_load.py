@@ -16,18 +16,20 @@ import os
 import resource
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore import _native
-from tierstore.bench.probes import Latencies, drop_pages
+from tierstore.bench.probes import drop_pages
 from tierstore.capabilities import Capability
 from tierstore.errors import ConfigError, TierstoreError
 from tierstore.machine import cores, disk
@@ -112,13 +114,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one measurement moved, and what it cost. ``cpu_s``: of all threads, in user and kernel mode."""
+    """What one measurement moved, and what it cost. ``cpu_s``: of all threads, in user and kernel mode. ``latencies_ns``: of
+    the operations (float32: a full sweep keeps many).
+    """
 
     nbytes: int
     elapsed_s: float
     cpu_s: float
     operations: int
-    latencies: Latencies
+    latencies_ns: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
     @property
     def bytes_per_s(self) -> float:
@@ -141,36 +145,30 @@ class FileSet:
     def total_bytes(self) -> int:
         return self.nbytes * len(self.paths)
 
+    @property
+    def alone(self) -> list[FileSet]:
+        """Each of the files."""
+        return [FileSet((path,), self.nbytes) for path in self.paths]
+
     def forget(self) -> None:
         """Drop the files' pages from the page cache."""
         for path in self.paths:
             drop_pages(path)
 
 
-class DataFiles:
-    """A file of ``nbytes`` in each of ``directories``, filled with noise; ``close`` removes them.
+@contextmanager
+def data_files(directories: Sequence[Path], nbytes: int) -> Iterator[FileSet]:
+    """A file of ``nbytes`` in each of ``directories``, filled with noise; they are removed at exit.
 
     Raises OSError; see ``check_space``.
     """
-
-    def __init__(self, directories: Sequence[Path], nbytes: int) -> None:
-        self._own: list[tempfile.TemporaryDirectory[str]] = []
-        try:
-            for directory in directories:
-                own = tempfile.TemporaryDirectory(prefix="tierstore-bench-io-", dir=directory)
-                self._own.append(own)
-            self.striped = FileSet(tuple(Path(own.name) / "data" for own in self._own), nbytes)
-            self.alone = [FileSet((path,), nbytes) for path in self.striped.paths]
-            for path in self.striped.paths:
-                _fill(path, nbytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Remove the files. May be called twice."""
-        for own in self._own:
-            own.cleanup()
+    with ExitStack() as stack:
+        prefix = "tierstore-bench-io-"
+        own = [stack.enter_context(TemporaryDirectory(prefix=prefix, dir=each)) for each in directories]
+        files = FileSet(tuple(Path(directory) / "data" for directory in own), nbytes)
+        for path in files.paths:
+            _fill(path, nbytes)
+        yield files
 
 
 def check_space(directories: Sequence[Path], each_bytes: int) -> None:
@@ -279,20 +277,16 @@ class Load:
         elapsed = time.perf_counter() - begun
         cpu = cpu_s() - cpu
         count = self._submitted - first
+        moves = (_native.Activity.READ, _native.Activity.WRITE)
+        spans = self._engine.drain_spans()[0]
+        latencies = [end - start for activity, _, _, start, end, _ in spans if activity in moves]
         return Sample(
             nbytes=count * self._block,
             elapsed_s=elapsed,
             cpu_s=cpu,
             operations=count,
-            latencies=self._latencies(),
+            latencies_ns=np.array(latencies, np.float32),
         )
-
-    def _latencies(self) -> Latencies:
-        spans, _ = self._engine.drain_spans()
-        found = Latencies()
-        moves = (_native.Activity.READ, _native.Activity.WRITE)
-        found.add([end - start for activity, _, _, start, end, _ in spans if activity in moves])
-        return found
 
     def _submit(self) -> int:
         number = self._submitted
@@ -435,9 +429,11 @@ def parse(text: str) -> Sample:
         if error:
             raise FioError(f"fio's job failed with error {error}")
         ways = [job[way] for way in ("read", "write") if job[way]["total_ios"]]
-        latencies = Latencies()
-        for way in ways:
-            _add(latencies, way["clat_ns"])
+        latencies = [np.empty(0, np.float32)]
+        for clat in (way["clat_ns"] for way in ways):
+            # A bin is represented by its upper end, which may exceed the greatest latency.
+            values = np.minimum([int(value) for value in clat["bins"]], int(clat["max"]))
+            latencies.append(np.repeat(values, list(clat["bins"].values())).astype(np.float32))
         # A job's run time is the sum over its processes; the percentages refer to it.
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         elapsed_s = max(way["runtime"] for way in ways) / 1e3
@@ -446,17 +442,10 @@ def parse(text: str) -> Sample:
             elapsed_s=elapsed_s,
             cpu_s=cpu_s,
             operations=sum(way["total_ios"] for way in ways),
-            latencies=latencies,
+            latencies_ns=np.concatenate(latencies),
         )
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise FioError(f"fio's output has an unexpected form: {error!r}") from error
-
-
-def _add(latencies: Latencies, clat: Mapping[str, Any]) -> None:
-    bins, greatest = clat["bins"], int(clat["max"])
-    # A bin is represented by its upper end, which may exceed the greatest latency.
-    values = [min(int(value), greatest) for value in bins]
-    latencies.add(values, [int(count) for count in bins.values()])
 
 
 def _last_line(text: str) -> str:

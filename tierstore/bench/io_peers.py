@@ -12,10 +12,10 @@ import importlib
 import importlib.util
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tierstore import _native
 from tierstore.bench.io_load import Sample, cpu_s
 from tierstore.bench.io_turns import OURS, ProgramComparison, take_turns
-from tierstore.bench.probes import Latencies, drop_pages, page_cache_bytes
+from tierstore.bench.probes import drop_pages, page_cache_bytes
 from tierstore.errors import TierstoreError
 from tierstore.machine import cores
 from tierstore.units import format_bytes
@@ -59,214 +59,192 @@ class PeerRecords:
         return np.frombuffer(np.random.default_rng(number).bytes(self.nbytes), np.uint8)
 
 
-class Peer(ABC):
-    """One library. ``prepare`` writes the records; ``read`` passes each one's bytes to ``take``, in the order given."""
-
-    @abstractmethod
-    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]: ...
-
-    @abstractmethod
-    def read(self, order: Sequence[int], take: _Take) -> None: ...
-
-    def close(self) -> None:  # noqa: B027
-        """Close what is open between reads: for most libraries nothing."""
+#: Reads the records in the order given, and passes each one's bytes to the function.
+Read = Callable[[Sequence[int], _Take], None]
+#: One library: a context in which it has written the records to the directory, and is open. Yields their files, and how it
+#: reads them. The numbers are a block size and a depth.
+Peer = Callable[[Path, PeerRecords, int, int], AbstractContextManager[tuple[list[Path], Read]]]
 
 
-class _Flat(Peer):
-    """All records in one file, one after another."""
-
-    path: Path
-    records: PeerRecords
-
-    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
-        self.path, self.records = directory / "flat", records
-        if not self.path.exists():
-            with self.path.open("wb") as file:
-                for number in range(records.count):
-                    file.write(records.content(number).data)
-        self._opened()
-        return [self.path]
-
-    def _opened(self) -> None:
-        """Called when the file exists."""
+def _flat(directory: Path, records: PeerRecords) -> Path:
+    """The file of all records, one after another."""
+    path = directory / "flat"
+    if not path.exists():
+        with path.open("wb") as file:
+            for number in range(records.count):
+                file.write(records.content(number).data)
+    return path
 
 
-class Ours(_Flat):
+@contextmanager
+def ours(
+    directory: Path, records: PeerRecords, chunk_bytes: int, queue_depth: int
+) -> Iterator[tuple[list[Path], Read]]:
     """The engine, with the best block size and depth found; checksums are compared."""
+    path, size = _flat(directory, records), records.nbytes
+    arena = _native.Arena(_AT_ONCE * size, _native.HugePages.AUTO)
+    buffers = [_native.Buffer(arena, [(i * size, size)], size) for i in range(_AT_ONCE)]
+    table = _native.CrcTable(records.count)
+    sums = table.array()
+    for number in range(records.count):
+        sums[number] = _native.crc32c(records.content(number))
+    with (
+        _native.File(path) as file,
+        _native.Engine(
+            chunk_bytes=chunk_bytes, queue_depth=queue_depth, compute_threads=min(cores(), 4)
+        ) as engine,
+    ):
 
-    def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
-        self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
+        def read(order: Sequence[int], take: _Take) -> None:
+            tickets: list[int] = []
 
-    def _opened(self) -> None:
-        size = self.records.nbytes
-        self._arena = _native.Arena(_AT_ONCE * size, _native.HugePages.AUTO)
-        self._buffers = [_native.Buffer(self._arena, [(i * size, size)], size) for i in range(_AT_ONCE)]
-        self._table = _native.CrcTable(self.records.count)
-        sums = self._table.array()
-        for number in range(self.records.count):
-            sums[number] = _native.crc32c(self.records.content(number))
-        self._file = _native.File(self.path)
-        self._engine = _native.Engine(
-            chunk_bytes=self._chunk_bytes, queue_depth=self._queue_depth, compute_threads=min(cores(), 4)
-        )
+            def finish(turn: int) -> None:
+                engine.wait(tickets[turn])
+                take(order[turn], buffers[turn % _AT_ONCE].array())
 
-    def read(self, order: Sequence[int], take: _Take) -> None:
-        size, tickets = self.records.nbytes, list[int]()
-        for turn, number in enumerate(order):
-            if turn >= _AT_ONCE:
-                self._finish(order, turn - _AT_ONCE, tickets, take)
-            buffer = self._buffers[turn % _AT_ONCE]
-            tickets.append(self._engine.read(self._file, number * size, [buffer], self._table, number))
-        for turn in range(max(len(order) - _AT_ONCE, 0), len(order)):
-            self._finish(order, turn, tickets, take)
+            for turn, number in enumerate(order):
+                if turn >= _AT_ONCE:
+                    finish(turn - _AT_ONCE)
+                buffer = buffers[turn % _AT_ONCE]
+                tickets.append(engine.read(file, number * size, [buffer], table, number))
+            for turn in range(max(len(order) - _AT_ONCE, 0), len(order)):
+                finish(turn)
 
-    def _finish(self, order: Sequence[int], turn: int, tickets: list[int], take: _Take) -> None:
-        self._engine.wait(tickets[turn])
-        take(order[turn], self._buffers[turn % _AT_ONCE].array())
-
-    def close(self) -> None:
-        self._engine.close()
-        self._file.close()
+        yield [path], read
 
 
-class _Aiofiles(_Flat):
+@contextmanager
+def _aiofiles(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """``readinto`` of as many files at once as there are buffers."""
+    aiofiles: Any = importlib.import_module("aiofiles")
+    path = _flat(directory, records)
 
-    def read(self, order: Sequence[int], take: _Take) -> None:
-        asyncio.run(self._all(order, take))
-
-    async def _all(self, order: Sequence[int], take: _Take) -> None:
-        lanes = [order[lane::_AT_ONCE] for lane in range(_AT_ONCE)]
-        await asyncio.gather(*(self._lane(lane, take) for lane in lanes))
-
-    async def _lane(self, order: Sequence[int], take: _Take) -> None:
-        aiofiles: Any = importlib.import_module("aiofiles")
-        buffer = np.empty(self.records.nbytes, np.uint8)
-        async with aiofiles.open(self.path, "rb", buffering=0) as file:
+    async def lane(order: Sequence[int], take: _Take) -> None:
+        buffer = np.empty(records.nbytes, np.uint8)
+        async with aiofiles.open(path, "rb", buffering=0) as file:
             for number in order:
-                await file.seek(number * self.records.nbytes)
+                await file.seek(number * records.nbytes)
                 got = 0
                 while got < buffer.nbytes:
                     more = await file.readinto(buffer.data[got:])
                     if not more:
-                        raise EOFError(f"{self.path} is too short")
+                        raise EOFError(f"{path} is too short")
                     got += more
                 take(number, buffer)
 
+    async def lanes(order: Sequence[int], take: _Take) -> None:
+        await asyncio.gather(*(lane(order[first::_AT_ONCE], take) for first in range(_AT_ONCE)))
 
-class _Memmap(_Flat):
+    yield [path], lambda order, take: asyncio.run(lanes(order, take))
+
+
+@contextmanager
+def _memmap(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """``numpy.memmap``, copied out of the mapping."""
+    path = _flat(directory, records)
 
-    def read(self, order: Sequence[int], take: _Take) -> None:
-        shape = (self.records.count, self.records.nbytes)
-        mapped = np.memmap(self.path, np.uint8, "r", shape=shape)
-        buffer = np.empty(self.records.nbytes, np.uint8)
+    def read(order: Sequence[int], take: _Take) -> None:
+        mapped = np.memmap(path, np.uint8, "r", shape=(records.count, records.nbytes))
+        buffer = np.empty(records.nbytes, np.uint8)
         for number in order:
             np.copyto(buffer, mapped[number])
             take(number, buffer)
 
+    yield [path], read
 
-class _Lmdb(Peer):
+
+@contextmanager
+def _lmdb(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """One value per record, copied out of the map."""
+    import lmdb
 
-    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
-        import lmdb
+    path = directory / "lmdb"
+    keys = [number.to_bytes(8, "big") for number in range(records.count)]
+    size = records.count * (records.nbytes + (1 << 20)) + (16 << 20)
+    with lmdb.open(os.fsencode(path), map_size=size) as environment:
+        for number, key in enumerate(keys):
+            with environment.begin(write=True) as transaction:
+                transaction.put(key, records.content(number).data)
+        environment.sync(True)
 
-        self._nbytes, self._path = records.nbytes, directory / "lmdb"
-        size = records.count * (records.nbytes + (1 << 20)) + (16 << 20)
-        with lmdb.open(os.fsencode(self._path), map_size=size) as environment:
-            for number in range(records.count):
-                with environment.begin(write=True) as transaction:
-                    transaction.put(self._key(number), records.content(number).data)
-            environment.sync(True)
-        return [self._path / "data.mdb"]
-
-    @staticmethod
-    def _key(number: int) -> bytes:
-        return number.to_bytes(8, "big")
-
-    def read(self, order: Sequence[int], take: _Take) -> None:
-        import lmdb
-
-        buffer = np.empty(self._nbytes, np.uint8)
+    def read(order: Sequence[int], take: _Take) -> None:
+        buffer = np.empty(records.nbytes, np.uint8)
         # Opened anew, since the kernel does not drop mapped pages.
         with (
-            lmdb.open(os.fsencode(self._path), readonly=True, lock=False) as environment,
+            lmdb.open(os.fsencode(path), readonly=True, lock=False) as environment,
             environment.begin(buffers=True) as transaction,
         ):
             for number in order:
-                value = transaction.get(self._key(number))
+                value = transaction.get(keys[number])
                 if value is None:
                     raise PeerMismatch(f"lmdb: record {number} is not there")
                 np.copyto(buffer, np.frombuffer(value, np.uint8))
                 take(number, buffer)
 
+    yield [path / "data.mdb"], read
 
-class _Safetensors(Peer):
+
+@contextmanager
+def _safetensors(directory: Path, records: PeerRecords, *_: int) -> Iterator[tuple[list[Path], Read]]:
     """One tensor per record, in one file, loaded one by one."""
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
 
-    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
-        from safetensors.numpy import save_file
+    path = directory / "records.safetensors"
+    save_file({str(number): records.content(number) for number in range(records.count)}, str(path))
 
-        self._path = directory / "records.safetensors"
-        save_file({str(number): records.content(number) for number in range(records.count)}, str(self._path))
-        return [self._path]
-
-    def read(self, order: Sequence[int], take: _Take) -> None:
-        from safetensors import safe_open
-
-        with safe_open(str(self._path), framework="numpy") as file:
+    def read(order: Sequence[int], take: _Take) -> None:
+        with safe_open(str(path), framework="numpy") as file:
             for number in order:
                 take(number, file.get_tensor(str(number)))
 
+    yield [path], read
 
-class _DeepSpeed(Peer):
+
+@contextmanager
+def _deepspeed(
+    directory: Path, records: PeerRecords, chunk_bytes: int, queue_depth: int
+) -> Iterator[tuple[list[Path], Read]]:
     """DeepSpeed's asynchronous I/O handle: one file per record, as many reads at once as there are buffers."""
+    import torch
 
-    def __init__(self, chunk_bytes: int, queue_depth: int) -> None:
-        self._chunk_bytes, self._queue_depth = chunk_bytes, queue_depth
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    folder = directory / "deepspeed"
+    folder.mkdir()
+    paths = [folder / str(number) for number in range(records.count)]
+    for number, path in enumerate(paths):
+        path.write_bytes(records.content(number).data)
+    library: Any = builders.AsyncIOBuilder().load()
+    threads = _DEEPSPEED_THREADS if records.nbytes % (_DEEPSPEED_THREADS * 4096) == 0 else 1
+    handle: Any = library.aio_handle(chunk_bytes, queue_depth, False, True, threads)
+    empty = torch.empty(0, dtype=torch.uint8)
+    tensors = [handle.new_cpu_locked_tensor(records.nbytes, empty) for _ in range(_AT_ONCE)]
 
-    def prepare(self, directory: Path, records: PeerRecords) -> list[Path]:
-        import torch
-
-        builders: Any = importlib.import_module("deepspeed.ops.op_builder")
-        folder = directory / "deepspeed"
-        folder.mkdir()
-        self._paths = [folder / str(number) for number in range(records.count)]
-        for number, path in enumerate(self._paths):
-            path.write_bytes(records.content(number).data)
-        library: Any = builders.AsyncIOBuilder().load()
-        threads = _DEEPSPEED_THREADS if records.nbytes % (_DEEPSPEED_THREADS * 4096) == 0 else 1
-        self._handle: Any = library.aio_handle(self._chunk_bytes, self._queue_depth, False, True, threads)
-        self._tensors = [
-            self._handle.new_cpu_locked_tensor(records.nbytes, torch.empty(0, dtype=torch.uint8))
-            for _ in range(_AT_ONCE)
-        ]
-        return self._paths
-
-    def read(self, order: Sequence[int], take: _Take) -> None:
+    def read(order: Sequence[int], take: _Take) -> None:
         for start in range(0, len(order), _AT_ONCE):
             group = order[start : start + _AT_ONCE]
-            for number, tensor in zip(group, self._tensors, strict=False):
-                if self._handle.async_pread(tensor, str(self._paths[number]), 0) != 0:
+            for number, tensor in zip(group, tensors, strict=False):
+                if handle.async_pread(tensor, str(paths[number]), 0) != 0:
                     raise PeerMismatch(f"deepspeed: record {number} was refused")
-            if self._handle.wait() != len(group):
+            if handle.wait() != len(group):
                 raise PeerMismatch("deepspeed: fewer reads completed than were requested")
-            for number, tensor in zip(group, self._tensors, strict=False):
+            for number, tensor in zip(group, tensors, strict=False):
                 take(number, tensor.numpy())
 
-    def close(self) -> None:
-        for tensor in self._tensors:
-            self._handle.free_cpu_locked_tensor(tensor)
+    try:
+        yield paths, read
+    finally:
+        for tensor in tensors:
+            handle.free_cpu_locked_tensor(tensor)
 
 
 #: By the name of the module that must be installed.
-PEERS: dict[str, Callable[[int, int], Peer]] = {
-    "aiofiles": lambda chunk, depth: _Aiofiles(),
-    "lmdb": lambda chunk, depth: _Lmdb(),
-    "safetensors": lambda chunk, depth: _Safetensors(),
-    "numpy": lambda chunk, depth: _Memmap(),
-    "deepspeed": _DeepSpeed,
+PEERS: dict[str, Peer] = {
+    "aiofiles": _aiofiles,
+    "lmdb": _lmdb,
+    "safetensors": _safetensors,
+    "numpy": _memmap,
+    "deepspeed": _deepspeed,
 }
 _TITLES = {"numpy": "numpy.memmap"}
 
@@ -276,54 +254,36 @@ def missing_peers() -> list[str]:
     return [name for name in PEERS if importlib.util.find_spec(name) is None]
 
 
-class _PeerProgram:
-    """A library with ``records`` written to ``directory`` and checked. Raises PeerMismatch, and what the library raises."""
+def _drop(paths: Sequence[Path]) -> None:
+    for path in paths:
+        drop_pages(path)
 
-    def __init__(self, name: str, peer: Peer, directory: Path, records: PeerRecords) -> None:
-        self.program = _TITLES.get(name, name)
-        self._peer, self._records = peer, records
-        self._order: list[int] = np.random.default_rng(0).permutation(records.count).tolist()
-        self._paths = peer.prepare(directory, records)
-        self._drop_pages()
-        self._check()
 
-    def _drop_pages(self) -> None:
-        for path in self._paths:
-            drop_pages(path)
+def _cold_read(paths: Sequence[Path], read: Read, order: Sequence[int], records: PeerRecords) -> Sample:
+    _drop(paths)
+    cpu, begun = cpu_s(), time.perf_counter()
+    read(order, lambda number, content: None)
+    elapsed = time.perf_counter() - begun
+    return Sample(
+        nbytes=records.total_bytes,
+        elapsed_s=elapsed,
+        cpu_s=cpu_s() - cpu,
+        operations=records.count,
+    )
 
-    def measure(self) -> Sample:
-        self._drop_pages()
-        cpu, begun = cpu_s(), time.perf_counter()
-        self._peer.read(self._order, lambda number, content: None)
-        elapsed = time.perf_counter() - begun
-        return Sample(
-            nbytes=self._records.total_bytes,
-            elapsed_s=elapsed,
-            cpu_s=cpu_s() - cpu,
-            operations=self._records.count,
-            latencies=Latencies(),
-        )
 
-    def warm(self) -> str | None:
-        """A note on how much stays in the page cache after dropping its pages; None if next to nothing."""
-        self._drop_pages()
-        left = page_cache_bytes(self._paths)
-        if not left or left < _COLD_SHARE * self._records.total_bytes:
-            return None
-        return f"{self.program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
+def _check(program: str, read: Read, order: Sequence[int], records: PeerRecords) -> None:
+    """Raise PeerMismatch unless every record arrives once, as it was written."""
+    seen: list[int] = []
 
-    def _check(self) -> None:
-        """Raise PeerMismatch unless every record arrives once, as it was written."""
-        seen: list[int] = []
+    def take(number: int, content: _Bytes) -> None:
+        if not np.array_equal(content, records.content(number)):
+            raise PeerMismatch(f"{program}: record {number} is not what was written")
+        seen.append(number)
 
-        def take(number: int, content: _Bytes) -> None:
-            if not np.array_equal(content, self._records.content(number)):
-                raise PeerMismatch(f"{self.program}: record {number} is not what was written")
-            seen.append(number)
-
-        self._peer.read(self._order, take)
-        if sorted(seen) != sorted(self._order):
-            raise PeerMismatch(f"{self.program}: read records {sorted(seen)} of {sorted(self._order)}")
+    read(order, take)
+    if sorted(seen) != sorted(order):
+        raise PeerMismatch(f"{program}: read records {sorted(seen)} of {sorted(order)}")
 
 
 def compare_peers(
@@ -342,24 +302,30 @@ def compare_peers(
     absent = missing_peers()
     missing = [f"{name}: not installed" for name in absent]
     notes: list[str] = []
+    order: list[int] = np.random.default_rng(0).permutation(records.count).tolist()
     with ExitStack() as stack:
-        programs: list[_PeerProgram] = []
-        for name, make in {OURS: Ours, **PEERS}.items():
+        programs: dict[str, Callable[[], Sample]] = {}
+        for name, peer in {OURS: ours, **PEERS}.items():
             if name in absent:
                 continue
-            peer = make(chunk_bytes, queue_depth)
+            program = _TITLES.get(name, name)
             try:
-                program = _PeerProgram(name, peer, directory, records)
+                paths, read = stack.enter_context(peer(directory, records, chunk_bytes, queue_depth))
+                _drop(paths)
+                _check(program, read, order, records)
             except (ImportError, RuntimeError, AttributeError, PeerMismatch) as error:
                 if name == OURS:
                     raise
                 missing.append(f"{name}: {str(error) or type(error).__name__}")  # installed, but unusable
                 continue
-            stack.enter_context(closing(peer))
-            programs.append(program)
-            if note := program.warm():
-                notes.append(note)
-        series = take_turns({one.program: one.measure for one in programs}, rounds, tick)
+            programs[program] = partial(_cold_read, paths, read, order, records)
+            _drop(paths)
+            left = page_cache_bytes(paths) or 0
+            if left >= max(_COLD_SHARE * records.total_bytes, 1):
+                notes.append(
+                    f"{program}: {format_bytes(left)} of its records stay in the page cache when they are dropped"
+                )
+        series = take_turns(programs, rounds, tick)
     targets = {name: PEER_TARGETS[name] for name in PEER_TARGETS if name not in absent}
     title = "cold reads of records"
     return ProgramComparison(title=title, series=series, targets=targets), [*missing, *notes]

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tierstore.bench.documents import Better, Measurement, derived, measured
 from tierstore.bench.harness import ratios
 from tierstore.bench.io_load import Checksums, FileSet, Fio, Job, Load, Pages, Reuse, Sample
-from tierstore.bench.probes import Latencies
+from tierstore.bench.probes import latency_summary
 from tierstore.stats import percentile, spread
 
 #: The bandwidth that the engine must reach, and the CPU time a byte that it may take, relative to fio.
@@ -42,9 +44,7 @@ class Series:
         return [sample.cpu_per_gb_s for sample in self.samples]
 
     def figures(self) -> dict[str, Any]:
-        speed, latencies = spread(self.speeds), Latencies()
-        for sample in self.samples:
-            latencies.merge(sample.latencies)
+        speed = spread(self.speeds)
         return {
             "program": self.program,
             "median_bytes_per_s": speed.median,
@@ -52,33 +52,8 @@ class Series:
             "greatest_bytes_per_s": speed.greatest,
             "operations_per_s": percentile([one.operations / one.elapsed_s for one in self.samples], 50),
             "cpu_per_gb_s": percentile(self.costs, 50),
-            "latency": latencies.summary(),
+            "latency": latency_summary(np.concatenate([one.latencies_ns for one in self.samples])),
             "rounds_bytes_per_s": self.speeds,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeedRatio:
-    """One program's bandwidth relative to that of the program ``to``, by round, and the same of CPU time a byte.
-
-    ``cpu`` is None if the other's CPU time was too short to measure. ``target``: the least median.
-    """
-
-    to: str
-    rounds: Sequence[float]
-    cpu: float | None
-    target: float | None = None
-
-    def figures(self) -> dict[str, Any]:
-        found = spread(self.rounds)
-        return {
-            "to": self.to,
-            "median_ratio": found.median,
-            "least_ratio": found.least,
-            "greatest_ratio": found.greatest,
-            "cpu_ratio": self.cpu,
-            "target_ratio": self.target,
-            "met": None if self.target is None else found.median >= self.target,
         }
 
 
@@ -91,26 +66,35 @@ class ProgramComparison:
     series: Sequence[Series]
     targets: Mapping[str, float]
 
-    @property
-    def ratios(self) -> list[SpeedRatio]:
-        """Our ratio to each of the others."""
+    def ratios(self) -> list[dict[str, Any]]:
+        """Our bandwidth relative to that of each other program, over the rounds, and our CPU time a byte (None if the
+        other's was too short to measure).
+        """
         ours, *others = self.series
-        return [
-            SpeedRatio(
-                to=theirs.program,
-                rounds=ratios(ours.speeds, theirs.speeds),
-                cpu=percentile(ratios(ours.costs, theirs.costs), 50) if all(theirs.costs) else None,
-                target=self.targets.get(theirs.program),
+        found = []
+        for theirs in others:
+            speed, target = spread(ratios(ours.speeds, theirs.speeds)), self.targets.get(theirs.program)
+            found.append(
+                {
+                    "to": theirs.program,
+                    "median_ratio": speed.median,
+                    "least_ratio": speed.least,
+                    "greatest_ratio": speed.greatest,
+                    "cpu_ratio": percentile(ratios(ours.costs, theirs.costs), 50)
+                    if all(theirs.costs)
+                    else None,
+                    "target_ratio": target,
+                    "met": None if target is None else speed.median >= target,
+                }
             )
-            for theirs in others
-        ]
+        return found
 
     def figures(self) -> dict[str, Any]:
         return {
             "title": self.title,
             "job": self.job,
             "series": [one.figures() for one in self.series],
-            "ratios": [one.figures() for one in self.ratios],
+            "ratios": self.ratios(),
         }
 
     def measurements(self) -> Iterator[Measurement]:
@@ -120,20 +104,23 @@ class ProgramComparison:
         """
         for one in self.series:
             how = self._parameters | {"program": one.program}
-            yield measured(self._name("bandwidth"), one.speeds, "bytes/s", Better.HIGHER, parameters=how)
-            yield measured(self._name("CPU time of 1 GB"), one.costs, "s", Better.LOWER, parameters=how)
-            for percent in (50.0, 99.0) if all(sample.latencies.count for sample in one.samples) else ():
-                times = [sample.latencies.percentile_ns(percent) / 1e9 for sample in one.samples]
-                yield measured(self._name(f"latency p{percent:g}"), times, "s", Better.LOWER, parameters=how)
+            yield measured(self._name("bandwidth"), one.speeds, "bytes/s", parameters=how)
+            yield measured(self._name("CPU time of 1 GB"), one.costs, "s", parameters=how)
+            latencies = [latency_summary(sample.latencies_ns) for sample in one.samples]
+            for percent in ("p50", "p99") if all(latencies) else ():
+                times = [found[f"{percent}_s"] for found in latencies]
+                yield measured(self._name(f"latency {percent}"), times, "s", parameters=how)
         speeds = {one.program: one.speeds for one in self.series}
         if {SMALL_PAGES, "fio"} <= speeds.keys():  # buffers in small pages, as fio's are
             small = ratios(speeds[SMALL_PAGES], speeds["fio"])
             yield self._ratio("bandwidth in 4 KiB pages to fio", small, Better.HIGHER, None)
-        for ratio in self.ratios:
-            yield self._ratio(f"bandwidth to {ratio.to}", ratio.rounds, Better.HIGHER, ratio.target)
-            if ratio.to == "fio" and ratio.cpu is not None:
-                limit = None if ratio.target is None else CPU_TARGET
-                yield self._ratio("CPU time a byte to fio", ratio.cpu, Better.LOWER, limit)
+        ours = self.series[0].speeds
+        for found in self.ratios():
+            name, cpu, target = (found[key] for key in ("to", "cpu_ratio", "target_ratio"))
+            yield self._ratio(f"bandwidth to {name}", ratios(ours, speeds[name]), Better.HIGHER, target)
+            if name == "fio" and cpu is not None:
+                limit = None if target is None else CPU_TARGET
+                yield self._ratio("CPU time a byte to fio", cpu, Better.LOWER, limit)
 
     def _ratio(
         self, what: str, found: float | Sequence[float], better: Better, target: float | None

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from tierstore import _native, machine
-from tierstore.bench.documents import Better, Measurement, derived, measured
-from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, at_least, size_option
+from tierstore.bench.documents import Measurement, derived, measured
+from tierstore.bench.harness import Benchmark, FigureTable, Found, Progress, size_option
 from tierstore.bench.probes import Bytes, DiskProbe
 from tierstore.bench.processes import AskedRanks, serve
 from tierstore.capabilities import chosen_instruction_set
-from tierstore.config import PathKind, as_dict, from_dict, option
+from tierstore.config import PathKind, as_dict, check_least, from_dict, option
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.machine import resident_bytes
@@ -73,8 +73,8 @@ class MachineBench(Benchmark):
     )
 
     def __post_init__(self) -> None:
-        at_least(2, **{"--ranks": self.ranks})
-        at_least(1, **{"--repeats": self.repeats})
+        check_least(self, 2, "ranks", table="--")
+        check_least(self, 1, "repeats", table="--")
         if self.disk_bytes < 8 << 20:
             raise ConfigError(f"--disk-bytes: expected at least 8 MiB, got {self.disk_bytes}")
 
@@ -183,10 +183,10 @@ def _measurements(name: str, points: _Points, cost: Cost) -> Iterator[Measuremen
     for amount, spent in points:
         samples.setdefault(amount, []).append(spent)
     for amount, times in samples.items():
-        yield measured(name, times, "s", Better.LOWER, parameters={kind: amount})
-    yield derived("latency", cost.latency_s, "s", Better.LOWER, parameters={"cost": name})
+        yield measured(name, times, "s", parameters={kind: amount})
+    yield derived("latency", cost.latency_s, "s", parameters={"cost": name})
     if math.isfinite(cost.per_s):
-        yield derived("rate", cost.per_s, f"{kind}/s", Better.HIGHER, parameters={"cost": name})
+        yield derived("rate", cost.per_s, f"{kind}/s", parameters={"cost": name})
 
 
 # Disk -------------------------------------------------------------------------------------------------------
@@ -335,17 +335,14 @@ def collective_times(
             "reduce_scatter": lambda w=whole, p=piece: group.reduce_scatter(w, p),  # type: ignore[misc]
             "all_to_all": lambda o=received, i=rows, s=splits: group.all_to_all(o, i, s, s),  # type: ignore[misc]
         }
-        for _ in range(repeats + 1):
+        for turn in range(repeats + 1):
             for name, issue in works.items():
                 group.barrier()
                 started = time.perf_counter()
                 issue().wait()
-                found[name].append((numel * others * 4, time.perf_counter() - started))
-    # The first of each is slower, since connections are made.
-    return {
-        name: [pair for index, pair in enumerate(pairs) if index % (repeats + 1)]
-        for name, pairs in found.items()
-    }
+                if turn:  # the first is slower, since connections are made
+                    found[name].append((numel * others * 4, time.perf_counter() - started))
+    return found
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:

@@ -27,15 +27,13 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
-    more_than_0,
     size_option,
     store_option,
     work_directory,
 )
 from tierstore.bench.namespaces import RankNamespace, rank_namespaces
 from tierstore.bench.processes import AskedRanks
-from tierstore.config import as_dict, option
+from tierstore.config import as_dict, check_least, check_positive, option
 from tierstore.errors import ConfigError
 from tierstore.links import LinkConfig, LinksConfig
 from tierstore.outputs import OutputKind, write_output
@@ -103,10 +101,6 @@ class StackShape:
     computation: Computation = Computation.MATMUL
     horizontal_depth: int = 2
     vertical_depth: int = 12
-
-    def __post_init__(self) -> None:
-        at_least(1, layers=self.layers)
-        more_than_0(forward_s=self.forward_s)
 
     @property
     def dense_numel(self) -> int:
@@ -201,14 +195,14 @@ class OverlapBench(Benchmark):
     )
 
     def __post_init__(self) -> None:
-        at_least(1, layers=self.layers, steps=self.steps, warmup=self.warmup)
+        check_least(self, 1, "layers", "steps", "warmup")
+        check_positive(self, "forward_ms")
         if self.svg is not None and self.stack is Stack.TRAINER:
             raise ConfigError("svg: a picture is drawn of the synthetic stack only")
         if self.train.lora.enabled:
             raise ConfigError(
                 "lora.rank: expected 0 in bench overlap, which counts the copies of trained experts"
             )
-        assert self.shape  # raises ConfigError if computation takes no time
 
     @property
     def shape(self) -> StackShape:
@@ -354,7 +348,7 @@ def _measurements(runs: Sequence[Mapping[str, Any]]) -> Iterator[Measurement]:
     for one in runs:
         how = {"balance": one["balance"].value, "prefetch": one["prefetch"].value}
         target = _TO_LONGEST if one["balance"] is Balance.EQUAL else _TO_LONGEST_OF_ALL
-        yield measured("step", one["step_samples_s"], "s", Better.LOWER, parameters=how)
+        yield measured("step", one["step_samples_s"], "s", parameters=how)
         yield derived(
             "step to the longest",
             [step / one["longest_s"] for step in one["step_samples_s"]],

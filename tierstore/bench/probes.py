@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -108,7 +108,7 @@ class DiskProbe:
             )
             self._file.allocate(0, self._slots * self._slot_bytes)
             for slot in range(self._slots):
-                self._submit("write", slot, self._slot_bytes)
+                self._submit(self._engine.write, slot, self._slot_bytes)
             self._drain(Durable.YES)
         except BaseException:
             self.close()
@@ -125,26 +125,24 @@ class DiskProbe:
 
     def bytes_per_s(self, mix: Bytes, *, durable: Durable = Durable.NO) -> float:
         """Bytes per second over ``mix``, its reads and writes interleaved in proportion, at random slots."""
-        moved = Bytes(0, 0)
+        read = written = 0
         sizes = itertools.cycle(self._sizes)
         begun = time.perf_counter()
-        while moved.read < mix.read or moved.written < mix.written:
+        while read < mix.read or written < mix.written:
             size = next(sizes)
             # The one that is further behind goes next.
-            behind = moved.written * mix.read >= moved.read * mix.written and moved.read < mix.read
-            if behind or moved.written >= mix.written:
-                self._submit("read", next(self._order), size)
-                moved = Bytes(moved.read + size, moved.written)
+            if written >= mix.written or (read < mix.read and written * mix.read >= read * mix.written):
+                self._submit(self._engine.read, next(self._order), size)
+                read += size
             else:
-                self._submit("write", next(self._order), size)
-                moved = Bytes(moved.read, moved.written + size)
+                self._submit(self._engine.write, next(self._order), size)
+                written += size
         self._drain(durable)
-        return moved.total / (time.perf_counter() - begun)
+        return (read + written) / (time.perf_counter() - begun)
 
-    def _submit(self, kind: str, slot: int, size: int) -> None:
+    def _submit(self, call: Callable[..., int], slot: int, size: int) -> None:
         lane = self._turn % len(self._buffers)
         self._turn += 1
-        call = self._engine.read if kind == "read" else self._engine.write
         before = self._tickets[lane]
         self._tickets[lane] = call(
             self._file,
@@ -168,76 +166,16 @@ class DiskProbe:
 
 # Latencies ---------------------------------------------------------------------------------------------------
 
-_HALF = 128  # buckets per power of two
-_EXACT = 2 * _HALF  # below this, each value has its own bucket
-_SHIFTS = 64 - 8
-_BUCKETS = _EXACT + _SHIFTS * _HALF
 
-
-class Latencies:
-    """Durations in nanoseconds in a log-linear histogram, as in HDR histograms: of constant size, mergeable, accurate to
-    1/128; the greatest one is exact.
-    """
-
-    def __init__(self) -> None:
-        self._counts = np.zeros(_BUCKETS, np.int64)
-        self.greatest_ns = 0
-
-    @property
-    def count(self) -> int:
-        return int(self._counts.sum())
-
-    def add(self, values_ns: Sequence[int] | NDArray[np.int64], times: Sequence[int] | None = None) -> None:
-        """Count each of ``values_ns`` (at least 0) once, or as often as ``times`` says. Raises ValueError."""
-        values = np.asarray(values_ns, np.int64)
-        if not values.size:
-            return
-        if int(values.min()) < 0:
-            raise ValueError(f"a duration of {int(values.min())} ns")
-        weights = np.ones(values.size, np.int64) if times is None else np.asarray(times, np.int64)
-        np.add.at(self._counts, _buckets(values), weights)
-        self.greatest_ns = max(self.greatest_ns, int(values.max()))
-
-    def merge(self, other: Latencies) -> None:
-        """Add the counts of ``other``."""
-        self._counts += other._counts
-        self.greatest_ns = max(self.greatest_ns, other.greatest_ns)
-
-    def percentile_ns(self, percent: float) -> int:
-        """The value that ``percent`` of the durations do not exceed (nearest rank), as the top of its bucket.
-
-        Raises ValueError if nothing was counted, or for a percent outside 0..100.
-        """
-        total = self.count
-        if not total or not 0 <= percent <= 100:
-            raise ValueError(f"percentile {percent} of {total} durations")
-        # 99.9 is not a float: without the tolerance the rank of 1000 durations would be 1000.
-        rank = max(int(np.ceil(percent / 100 * total - 1e-9)), 1)
-        bucket = int(np.searchsorted(np.cumsum(self._counts), rank))
-        return min(_top(bucket), self.greatest_ns)
-
-    def summary(self) -> dict[str, float]:
-        """Percentiles and the greatest, in seconds; empty if nothing was counted."""
-        if not self.count:
-            return {}
-        percents = {f"p{percent:g}_s": self.percentile_ns(percent) / 1e9 for percent in (50, 90, 99, 99.9)}
-        return {**percents, "greatest_s": self.greatest_ns / 1e9}
-
-
-def _buckets(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    # frexp gives the bit length, or one more for values that a double rounds up to a power of two.
-    lengths = np.frexp(values.astype(np.float64))[1].astype(np.int64)
-    shift = np.maximum(lengths - 8, 0)
-    shift = np.where((shift > 0) & ((values >> shift) < _HALF), shift - 1, shift)
-    return np.where(shift > 0, _EXACT + (shift - 1) * _HALF + (values >> shift) - _HALF, values)
-
-
-def _top(bucket: int) -> int:
-    """The greatest value of a bucket."""
-    if bucket < _EXACT:
-        return bucket
-    shift, index = divmod(bucket - _EXACT, _HALF)
-    return ((index + _HALF + 1) << (shift + 1)) - 1
+def latency_summary(latencies_ns: Sequence[float] | NDArray[np.float32]) -> dict[str, float]:
+    """Percentiles (nearest rank) and the greatest of ``latencies_ns``, in seconds; empty for none."""
+    if not len(latencies_ns):
+        return {}
+    ordered = np.sort(latencies_ns)
+    percents = {f"p{percent:g}_s": percent for percent in (50, 90, 99, 99.9)} | {"greatest_s": 100}
+    # 99.9 is not a float: without the tolerance its rank in 1000 would be 1000.
+    ranks = {name: math.ceil(percent / 100 * len(ordered) - 1e-9) for name, percent in percents.items()}
+    return {name: float(ordered[rank - 1]) / 1e9 for name, rank in ranks.items()}
 
 
 # Memory ------------------------------------------------------------------------------------------------------
@@ -319,17 +257,10 @@ _DEVIATIONS = 3.0
 _LEAST_SAMPLES = 12
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """This process's resident bytes and open descriptors, and the bytes of the blocks that its store occupies."""
-
-    resident_bytes: int
-    descriptors: int
-    disk_bytes: int
-
-
-def usage(*directories: Path) -> ProcessUsage:
-    """The usage of this process, whose store is in ``directories``. Open files without a name count too."""
+def usage(*directories: Path) -> dict[str, int]:
+    """``resident_bytes`` and open ``descriptors`` of this process, and ``disk_bytes``: those of the blocks of its store in
+    ``directories`` and of its open files without a name.
+    """
     nameless = 0
     descriptors = os.listdir("/proc/self/fd")
     for descriptor in descriptors:
@@ -337,11 +268,11 @@ def usage(*directories: Path) -> ProcessUsage:
             status = os.stat(f"/proc/self/fd/{descriptor}")
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                 nameless += status.st_blocks * _BLOCK
-    return ProcessUsage(
-        resident_bytes=int(psutil.Process().memory_info().rss),
-        descriptors=len(descriptors) - 1,
-        disk_bytes=sum(map(disk_bytes, directories)) + nameless,
-    )
+    return {
+        "resident_bytes": int(psutil.Process().memory_info().rss),
+        "descriptors": len(descriptors) - 1,
+        "disk_bytes": sum(map(disk_bytes, directories)) + nameless,
+    }
 
 
 def disk_bytes(directory: Path) -> int:

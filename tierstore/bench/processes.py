@@ -69,13 +69,17 @@ def receive(process: _Process, who: str) -> dict[str, Any]:
     """The next answer. Raises WorkerError, naming ``who``, for an error, or if the process has ended."""
     line = _pipes(process)[1].readline()
     if not line:
-        status = process.wait()
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        raise WorkerError(f"{who}: {how}")
+        raise WorkerError(f"{who}: {how_ended(process)}")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise WorkerError(f"{who}: {answer['error']}")
     return answer
+
+
+def how_ended(process: _Process) -> str:
+    """Wait for the end of ``process``, and say how it ended."""
+    status = process.wait()
+    return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 
 def ask_module(

@@ -32,9 +32,7 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     ratios,
-    require_free,
     size_option,
     store_option,
     work_directory,
@@ -42,7 +40,9 @@ from tierstore.bench.harness import (
 from tierstore.bench.probes import DiskProbe, slope_of
 from tierstore.bench.processes import ask_module, serve
 from tierstore.cache.access import Need, Phase
-from tierstore.config import option
+from tierstore.config import check_least, option
+from tierstore.errors import ConfigError
+from tierstore.machine import require_space
 from tierstore.store import NewRecord, ParameterStore, RecordSchema, StoreConfig
 from tierstore.store.format import COMMITTED_GROUPS
 from tierstore.store.gc import Mode, collect
@@ -92,10 +92,16 @@ class ScaleBench(Benchmark):
     host_budget: int = 64 << 20
 
     def __post_init__(self) -> None:
-        at_least(100, records=min(self.records, default=0), decided=min(self.decided, default=100))
-        at_least(2, sizes=len(self.sizes))
-        at_least(1, accesses=self.accesses, rounds=self.rounds, policies=len(self.policies))
-        at_least(_NUMEL, record_bytes=min([self.record_bytes, *self.dirty_bytes]))
+        check_least(self, 1, "accesses", "rounds")
+        for name, least, found in (
+            ("records", 100, min(self.records)),
+            ("decided", 100, min(self.decided, default=100)),
+            ("sizes", 2, len(self.sizes)),
+            ("policies", 1, len(self.policies)),
+            ("record_bytes", _NUMEL, min(self.record_bytes, *self.dirty_bytes)),
+        ):
+            if found < least:
+                raise ConfigError(f"{name}: expected at least {least}, got {found}")
 
     @property
     def sizes(self) -> list[int]:
@@ -119,7 +125,7 @@ class ScaleBench(Benchmark):
 
     def run(self, progress: Progress) -> Found:
         """Measure in ``store``, which is made and removed here."""
-        require_free(self.store, self.disk_bytes, "the largest store takes")
+        require_space([self.store], self.disk_bytes, "the records of the largest store")
         samples: dict[str, dict[int, Sequence[float]]] = {}
         with work_directory(self.store) as directory:
             _make(self, directory / "small", _SMALL)

@@ -8,7 +8,6 @@ store: the last acknowledged commit, or the one that had begun.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,15 +29,14 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
-    more_than_0,
     refuse_existing,
-    require_free,
     text_of,
 )
-from tierstore.bench.probes import ProcessUsage, trend_of
-from tierstore.bench.processes import send, start_module
+from tierstore.bench.probes import trend_of
+from tierstore.bench.processes import close_input, how_ended, send, start_module
+from tierstore.bench.processes import end as end_process
 from tierstore.bench.soak_plan import OperationKind, SoakPlan, SoakShape, StoreModel
+from tierstore.machine import require_space
 from tierstore.store.disk.store_extents import extent_bytes, scratch_bytes
 from tierstore.store.index.database import index_bytes
 from tierstore.units import format_bytes
@@ -50,32 +48,6 @@ _DISK_TOLERANCE_RATIO = 0.01
 _PATIENCE_S = 300.0
 _EARLY_KILLS_RATIO = 0.25
 _REPORT_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoakBench:
-    """The duration (seconds), the store, and the mean seconds between kills (0: never).
-
-    The store is spread over ``directory`` and the directories ``further``; all are created and removed. ``between_lives``,
-    if given, is called with the number of each life that was killed, while no process has the store open.
-    """
-
-    directory: Path
-    seconds: float
-    further: tuple[Path, ...] = ()
-    shape: SoakShape = field(default_factory=SoakShape)
-    kill_every_s: float = 10.0
-    between_lives: Callable[[int], None] | None = None
-
-    def __post_init__(self) -> None:
-        more_than_0(minutes=self.seconds / 60)
-        at_least(0, kill_every=self.kill_every_s)
-        for directory in self.directories:
-            refuse_existing(directory)
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return (self.directory, *self.further)
 
 
 def stored_bytes(shape: SoakShape) -> int:
@@ -92,17 +64,16 @@ class MessageReader:
     """Messages of a worker as they arrive; a message cut off by its death is dropped."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
         assert process.stdout is not None
-        self._pipe, self._stdin = process.stdout, process.stdin
+        self._descriptor = process.stdout.fileno()
         self._buffer = b""
 
     def next(self, timeout_s: float) -> dict[str, Any] | None:
         """The next message, ``{"say": "ended"}`` after the last; None if none arrives in time."""
         while b"\n" not in self._buffer:
-            if not select.select([self._pipe], [], [], max(timeout_s, 0.0))[0]:
+            if not select.select([self._descriptor], [], [], max(timeout_s, 0.0))[0]:
                 return None
-            data = os.read(self._pipe.fileno(), 1 << 16)
+            data = os.read(self._descriptor, 1 << 16)
             if not data:
                 return {"say": "ended"}
             self._buffer += data
@@ -110,18 +81,28 @@ class MessageReader:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def close(self) -> None:
-        self._pipe.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()
 
+class Soak:
+    """A soak of ``seconds``, with a kill every ``kill_every_s`` on average (0: never).
 
-class _Soak:
-    def __init__(self, bench: SoakBench, progress: Progress, stop_requested: Callable[[], bool]) -> None:
-        self._bench, self._progress, self._stop_requested = bench, progress, stop_requested
-        self._plan = SoakPlan(bench.shape)
-        self._random = random.Random(bench.shape.seed)
-        shape = bench.shape
+    The store of ``shape`` is spread over ``directory`` and the directories ``further``. ``between_lives``, if given, is
+    called with the number of each life that was killed, while no process has the store open.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        shape: SoakShape,
+        seconds: float,
+        *,
+        further: Sequence[Path] = (),
+        kill_every_s: float = 10.0,
+        between_lives: Callable[[int], None] = lambda life: None,
+    ) -> None:
+        self._directories, self._shape, self._seconds = (directory, *further), shape, seconds
+        self._kill_every_s, self._between_lives = kill_every_s, between_lives
+        self._plan = SoakPlan(shape)
+        self._random = random.Random(shape.seed)
         empty = StoreModel(shape.seed, [0] * shape.records, shape.retain)
         #: The next position, and the model there, of the last acknowledged commit and of the one that has begun.
         self._acknowledged = (0, empty)
@@ -129,7 +110,7 @@ class _Soak:
         self._counts: Counter[str] = Counter()
         self._life_counts: dict[str, int] = {}
         #: The resources of each life, sample by sample, with the time of the sample.
-        self._lives: list[list[tuple[float, ProcessUsage]]] = []
+        self._lives: list[list[tuple[float, dict[str, int]]]] = []
         self._opens_s: list[float] = []
         self._commits_s: list[float] = []
         self._kills = self._later = 0
@@ -144,17 +125,31 @@ class _Soak:
         """Seconds since the store was first open."""
         return 0.0 if self._start_s is None else time.monotonic() - self._start_s
 
-    def run(self) -> dict[str, Any]:
-        life, killed = 0, True
-        # A kill is never the end: the next life examines what it left.
-        while killed or (
-            self._elapsed_s < self._bench.seconds and not self._failures and not self._interrupted
-        ):
-            killed = self._live(life)
-            if killed and self._bench.between_lives is not None:
-                self._bench.between_lives(life)
-            life += 1
-        return self._result(life)
+    def run(self, progress: Progress) -> Found:
+        """Run the soak. ``progress`` is updated about every second, and an interrupt ends the soak early.
+
+        The store is removed afterwards unless something failed. Raises ConfigError (a directory exists), OSError.
+        """
+        for directory in self._directories:
+            refuse_existing(directory)
+        require_space(self._directories, stored_bytes(self._shape), "the records of the soak")
+        self._progress, life, killed = progress, 0, True
+        with progress.interruptible() as self._stop_requested:
+            # A kill is never the end: the next life examines what it left.
+            while killed or (
+                self._elapsed_s < self._seconds and not self._failures and not self._interrupted
+            ):
+                killed = self._live(life)
+                if killed:
+                    self._between_lives(life)
+                life += 1
+        figures = self._result(life)
+        failed = bool(figures["failures"])
+        if not failed:
+            for directory in self._directories:
+                shutil.rmtree(directory, ignore_errors=True)
+        measurements = list(_measurements(figures))
+        return Found(figures=figures, measurements=measurements, shown=list(_shown(figures)), failed=failed)
 
     # One life -----------------------------------------------------------------------------------------------
 
@@ -164,9 +159,10 @@ class _Soak:
         process = start_module("tierstore.bench.soak_worker", new_session=True)
         self._lives.append([])
         self._life_counts = {}
-        kills = self._bench.kill_every_s > 0
+        kills = self._kill_every_s > 0
         early = kills and self._random.random() < _EARLY_KILLS_RATIO
-        kill_at = self._next_kill(self._random.random() * self._typical_start_s) if early else math.inf
+        typical_start_s = 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
+        kill_at = self._next_kill(self._random.random() * typical_start_s) if early else math.inf
         reader = MessageReader(process)
         heard = time.monotonic()
         try:
@@ -176,9 +172,14 @@ class _Soak:
                     self._interrupted = True
                     return self._stop(process, reader)
                 now = time.monotonic()
-                end = now + self._bench.seconds - self._elapsed_s
+                end = now + self._seconds - self._elapsed_s
                 if now >= min(end, kill_at):
-                    return self._kill(process, reader) if kill_at < end else self._stop(process, reader)
+                    if kill_at >= end:
+                        return self._stop(process, reader)
+                    process.kill()
+                    self._kills += 1
+                    self._drain(reader, math.inf)
+                    return True
                 message = reader.next(min(kill_at, end, now + _REPORT_S) - now)
                 if message is None:
                     if now - heard > _PATIENCE_S:
@@ -190,20 +191,15 @@ class _Soak:
                     return self._ended(process)
                 self._receive(message)
                 if message["say"] == "opened" and math.isinf(kill_at) and kills:
-                    kill_at = self._next_kill(self._random.expovariate(1 / self._bench.kill_every_s))
+                    kill_at = self._next_kill(self._random.expovariate(1 / self._kill_every_s))
         finally:
             process.kill()
-            process.wait()
-            reader.close()
+            end_process(process)
             self._counts.update(self._life_counts)
-
-    @property
-    def _typical_start_s(self) -> float:
-        return 1.0 + (2 * median(self._opens_s) if self._opens_s else 0.0)
 
     def _next_kill(self, delay_s: float) -> float:
         """When (monotonic clock) to kill a process due after ``delay_s``: not in the middle third of a long soak."""
-        begun, seconds = time.monotonic() - self._elapsed_s, self._bench.seconds
+        begun, seconds = time.monotonic() - self._elapsed_s, self._seconds
         at = time.monotonic() + delay_s
         steady = seconds >= _STEADY_LEAST_S and seconds / 3 <= at - begun < seconds * 2 / 3
         return begun + seconds * 2 / 3 if steady else at
@@ -211,23 +207,15 @@ class _Soak:
     def _request(self, life: int) -> Mapping[str, object]:
         hypotheses = [self._acknowledged] + ([self._begun] if self._begun else [])
         return {
-            "directory": str(self._bench.directory),
-            "further": [str(path) for path in self._bench.further],
-            "shape": asdict(self._bench.shape),
+            "directories": [str(path) for path in self._directories],
+            "shape": asdict(self._shape),
             "life": life,
             "hypotheses": [{"position": p, "model": asdict(m)} for p, m in hypotheses],
         }
 
-    def _kill(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
-        process.kill()
-        self._kills += 1
-        self._drain(reader, math.inf)
-        return True
-
     def _stop(self, process: subprocess.Popen[bytes], reader: MessageReader) -> bool:
         """Let the last life read everything once more and close the store."""
-        assert process.stdin is not None
-        process.stdin.close()
+        close_input(process)
         if self._drain(reader, _PATIENCE_S):
             return self._ended(process)
         self._fail("Hang", f"the worker did not end within {_PATIENCE_S:g} s after its pipe was closed")
@@ -245,10 +233,8 @@ class _Soak:
         return False
 
     def _ended(self, process: subprocess.Popen[bytes]) -> bool:
-        status = process.wait()
-        if status and not self._failures:
-            how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            self._fail("Died", f"the worker {how} by itself")
+        if process.wait() and not self._failures:
+            self._fail("Died", f"the worker {how_ended(process)} by itself")
         return False
 
     def _fail(self, error: str, text: str, wrong: int = 0) -> None:
@@ -299,18 +285,18 @@ class _Soak:
         now, held = self._elapsed_s, message["held"]
         self._life_counts = message["counts"]
         if held:
-            self._lives[-1].append((now, ProcessUsage(**held)))
+            self._lives[-1].append((now, held))
         if time.monotonic() >= self._next_report_s:
             self._next_report_s = time.monotonic() + _REPORT_S
             counts = self._counts + Counter(self._life_counts)
             done = {name: format_bytes(counts[f"{name}_bytes"]) for name in ("read", "written", "verified")}
-            total = max(round(self._bench.seconds), 1)
+            total = max(round(self._seconds), 1)
             self._progress.update(min(round(now), total), total, {**done, "kills": self._kills})
 
     # The end ------------------------------------------------------------------------------------------------
 
     def _result(self, lives: int) -> dict[str, Any]:
-        shape, counts = self._bench.shape, self._counts
+        shape, counts = self._shape, self._counts
         refused = {n.removeprefix("refused: "): c for n, c in counts.items() if n.startswith("refused")}
         trends = self._trends()
         failures = list(self._failures)
@@ -326,7 +312,7 @@ class _Soak:
             "host_budget_bytes": shape.budget,
             "retained_snapshots_count": shape.retain,
             "stored_bytes": stored_bytes(shape),
-            "directories": self._bench.directories,
+            "directories": self._directories,
             "records": shape.records,
             "operations": {f"{kind.value}_count": counts[kind.value] for kind in OperationKind},
             **{
@@ -354,12 +340,12 @@ class _Soak:
         if not samples:
             return {}
         longest = max(filter(None, self._lives), key=lambda life: life[-1][0] - life[0][0])
-        most_disk = max(usage.disk_bytes for _, usage in samples)
+        most_disk = max(held["disk_bytes"] for _, held in samples)
 
         def trend(
-            of: list[tuple[float, ProcessUsage]], name: str, unit: str, tolerance: float
+            of: list[tuple[float, dict[str, int]]], name: str, unit: str, tolerance: float
         ) -> dict[str, Any]:
-            times, values = [time for time, _ in of], [float(getattr(usage, name)) for _, usage in of]
+            times, values = [time for time, _ in of], [float(held[name]) for _, held in of]
             return trend_of(times, values, unit, tolerance=tolerance, least_span_s=_JUDGED_SPAN_S)
 
         return {
@@ -382,7 +368,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
         yield measured(name, figures[f"{name}_bytes"], "bytes")
     for name in ("reopen", "commit"):
         if "median_s" in figures[name]:
-            yield measured(f"{name}, median", figures[name]["median_s"], "s", Better.LOWER)
+            yield measured(f"{name}, median", figures[name]["median_s"], "s")
     for name, trend in figures["trends"].items():
         unit = trend["unit"]
         yield derived(f"{name}, growth a second", trend[f"slope_{unit}_per_s"], unit, Better.LOWER)
@@ -414,21 +400,3 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[FigureTable | str]:
         yield FigureTable("", columns, figures["faults"])
     for failure in figures["failures"]:
         yield f"FAILED: {failure}"
-
-
-def soak(bench: SoakBench, progress: Progress) -> Found:
-    """Run the soak. ``progress`` is updated about every second, and an interrupt ends the soak early. The store is removed
-    afterwards unless something failed. Raises ConfigError, OSError.
-    """
-    require_free(bench.directory, stored_bytes(bench.shape), "the soak takes")
-    with progress.interruptible() as stop_requested:
-        figures = _Soak(bench, progress, stop_requested).run()
-    if not figures["failures"]:
-        for directory in bench.directories:
-            shutil.rmtree(directory, ignore_errors=True)
-    return Found(
-        figures=figures,
-        measurements=list(_measurements(figures)),
-        shown=list(_shown(figures)),
-        failed=bool(figures["failures"]),
-    )

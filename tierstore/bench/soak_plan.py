@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from tierstore.lab.generators import Zipf
 from tierstore.store import AdamWConfig, Group, Inactive, RecordSchema, WeightFormat
-from tierstore.store.index.database import Commit
 from tierstore.store.index.table import RecordEntry
 from tierstore.store.opening import minimum_host_budget
 from tierstore.store.reading import reading
@@ -313,41 +312,26 @@ def audit(directory: Path, shape: SoakShape, model: StoreModel, *, further: Sequ
                 result.complain(f"{where}: its records are not those registered", 0)
                 continue
             for record, version in enumerate(versions):
-                _check(roots, shape, model.seed, result, (where, record, version), commit, seen)
+                schema, entry = shape.schema(record), commit.records[key_of(record)]
+                slots = {
+                    (record, group, location.directory, location.slot, version)
+                    for group, location in zip(schema.groups, entry.groups, strict=True)
+                }
+                if slots <= seen:  # shared with an earlier commit, at the same version
+                    continue
+                seen |= slots
+                expected = content(model.seed, record, version, schema)
+                for name, path, found in _sections(roots, schema, entry):
+                    result.verified_bytes += found.nbytes
+                    if wrong := wrong_bytes(found, expected[name]):
+                        what = f"{where}: {key_of(record)}, section {name}, {path}"
+                        result.complain(f"{what}: {wrong} wrong bytes", wrong)
     return result
 
 
-def _check(
-    roots: Sequence[Path],
-    shape: SoakShape,
-    seed: int,
-    result: Audit,
-    what: tuple[str, int, int],
-    commit: Commit,
-    seen: set[tuple[int, Group, int, int, int]],
-) -> None:
-    """Check one record of one commit. A slot that commits share, at the same version, is read once."""
-    where, record, version = what
-    entry = commit.records[key_of(record)]
-    slots = {
-        (record, group, location.directory, location.slot, version)
-        for group, location in zip(shape.schema(record).groups, entry.groups, strict=True)
-    }
-    if slots <= seen:
-        return
-    seen |= slots
-    expected = content(seed, record, version, shape.schema(record))
-    for name, path, found in _sections(roots, shape, record, entry):
-        result.verified_bytes += found.nbytes
-        wrong = wrong_bytes(found, expected[name])
-        if wrong:
-            result.complain(f"{where}: {key_of(record)}, section {name}, {path}: {wrong} wrong bytes", wrong)
-
-
 def _sections(
-    roots: Sequence[Path], shape: SoakShape, record: int, entry: RecordEntry
-) -> Iterator[tuple[str, Path, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
-    schema = shape.schema(record)
+    roots: Sequence[Path], schema: RecordSchema, entry: RecordEntry
+) -> Iterator[tuple[str, Path, NDArray[np.uint8]]]:
     for group, location in zip(schema.groups, entry.groups, strict=True):
         layout = schema.layout(group)
         path = roots[location.directory] / "extents" / f"{schema.name}.{group.label}"

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,7 @@ class SoakWorker:
     """One life: opens the store, works on it, and reports to ``out`` (a descriptor)."""
 
     def __init__(self, request: Mapping[str, Any], *, commands: int, out: int) -> None:
-        self._directory = Path(request["directory"])
-        self._further = [Path(path) for path in request["further"]]
+        self._directory, *self._further = map(Path, request["directories"])
         self._shape = SoakShape(**request["shape"])
         self._plan = SoakPlan(self._shape)
         self._hypotheses = [(int(h["position"]), h["model"]) for h in request["hypotheses"]]
@@ -97,7 +95,8 @@ class SoakWorker:
 
     # Messages -----------------------------------------------------------------------------------------------
 
-    def _say(self, what: str, **fields: object) -> None:
+    def say(self, what: str, **fields: object) -> None:
+        """Send a message, whole."""
         line = json.dumps({"say": what, **fields}).encode() + b"\n"
         while line:
             line = line[os.write(self._out, line) :]
@@ -105,7 +104,7 @@ class SoakWorker:
     def _report(self, **held: int) -> None:
         """Report what has been done, and the resources held."""
         self._count_engine()
-        self._say("sample", counts=dict(self._counts), held=held)
+        self.say("sample", counts=dict(self._counts), held=held)
 
     def _count_engine(self) -> None:
         stats = self._store.core.engine.stats()
@@ -128,7 +127,7 @@ class SoakWorker:
         finally:
             self._store.close()
             self._pool.shutdown()
-        self._say("closed", position=self._position)
+        self.say("closed", position=self._position)
 
     def _begin(self) -> StoreModel:
         """The audited model of the store's present state."""
@@ -174,7 +173,7 @@ class SoakWorker:
             self._compare_commits()
             self._check_all()
         self._report()
-        self._say("opened", position=self._position, open_s=opened, created=create)
+        self.say("opened", position=self._position, open_s=opened, created=create)
 
     def _register(self) -> None:
         """Register all records, and make the first commit."""
@@ -187,20 +186,17 @@ class SoakWorker:
             )
 
         self._store.register_many([new(record) for record in range(shape.records)])
-        self._say("begin", position=-1)
+        self.say("begin", position=-1)
         self._model.commit()
         self._store.commit()
-        self._say("done", position=-1)
+        self.say("done", position=-1)
 
     def _compare_commits(self) -> None:
-        if self._store.last_commit.generation != self._model.generation:
-            raise SoakFailure(
-                f"reopened at commit {self._store.last_commit.generation}, expected {self._model.generation}"
-            )
-        if self._store.last_commit.snapshots != list(self._model.snapshots):
-            raise SoakFailure(
-                f"reopened with snapshots {self._store.last_commit.snapshots}, expected {list(self._model.snapshots)}"
-            )
+        last, model = self._store.last_commit, self._model
+        if last.generation != model.generation:
+            raise SoakFailure(f"reopened at commit {last.generation}, expected {model.generation}")
+        if last.snapshots != list(model.snapshots):
+            raise SoakFailure(f"reopened with snapshots {last.snapshots}, expected {list(model.snapshots)}")
 
     # Working ------------------------------------------------------------------------------------------------
 
@@ -209,7 +205,7 @@ class SoakWorker:
             await self._step()
             if time.monotonic() >= self._next_sample_s:
                 self._next_sample_s = time.monotonic() + _SAMPLE_S
-                self._report(**asdict(usage(self._directory, *self._further)))
+                self._report(**usage(self._directory, *self._further))
 
     async def _step(self) -> None:
         """Run the operation at the position; a commit together with the fetches that follow it, fetches together."""
@@ -251,7 +247,7 @@ class SoakWorker:
 
     async def _commit(self, operation: SoakOperation, position: int) -> None:
         snapshot = snapshot_name(position) if operation.kind is OperationKind.SNAPSHOT else None
-        self._say("begin", position=position)
+        self.say("begin", position=position)
         begun = time.perf_counter()
         # Concurrent fetches change nothing, so the commit holds the state at its request.
         self._plan.apply(self._model, position)
@@ -262,7 +258,7 @@ class SoakWorker:
             generation = self._store.commit(state, snapshot=snapshot)
         if generation != self._model.generation:
             raise SoakFailure(f"commit {self._model.generation} was acknowledged as {generation}")
-        self._say("done", position=position, commit_s=time.perf_counter() - begun)
+        self.say("done", position=position, commit_s=time.perf_counter() - begun)
         self._report()
 
     def _alone(self, operation: SoakOperation) -> None:
@@ -280,17 +276,14 @@ class SoakWorker:
             case OperationKind.VERIFY:
                 self._verify()
             case OperationKind.REOPEN:
-                self._reopen()
+                self._count_engine()
+                self._store.close()
+                self._model.reopen()
+                self._open_store(create=False)
             case OperationKind.MISUSE:
                 self._misuse(operation)
             case _:
                 raise AssertionError(operation.kind)
-
-    def _reopen(self) -> None:
-        self._count_engine()
-        self._store.close()
-        self._model.reopen()
-        self._open_store(create=False)
 
     # Checking -----------------------------------------------------------------------------------------------
 
@@ -358,15 +351,13 @@ class SoakWorker:
 
 
 def _main() -> None:
-    out = sys.stdout.fileno()
     request = json.loads(sys.stdin.buffer.readline())
-    worker = SoakWorker(request, commands=sys.stdin.fileno(), out=out)
+    worker = SoakWorker(request, commands=sys.stdin.fileno(), out=sys.stdout.fileno())
     try:
         worker.run()
     except Exception as error:
         wrong = error.wrong_bytes if isinstance(error, SoakFailure) else 0
-        failure = {"error": type(error).__name__, "text": str(error), "wrong_bytes": wrong}
-        os.write(out, json.dumps({"say": "failure", **failure}).encode() + b"\n")
+        worker.say("failure", error=type(error).__name__, text=str(error), wrong_bytes=wrong)
         sys.exit(1)
 
 

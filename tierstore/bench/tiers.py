@@ -23,14 +23,12 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    more_than_0,
-    refuse_existing,
-    require_free,
     size_option,
     store_option,
     work_directory,
 )
-from tierstore.bench.soak import SoakBench, soak
+from tierstore.bench.probes import latency_summary
+from tierstore.bench.soak import Soak
 from tierstore.bench.soak_plan import SoakShape, StoreModel
 from tierstore.bench.tiers_load import (
     TierLoad,
@@ -41,8 +39,9 @@ from tierstore.bench.tiers_load import (
     recorded,
     synthetic,
 )
-from tierstore.config import PathKind, option
+from tierstore.config import PathKind, check_least, check_positive, option
 from tierstore.errors import ConfigError
+from tierstore.machine import require_space
 from tierstore.store import (
     AdamWConfig,
     Inactive,
@@ -113,6 +112,8 @@ class TiersBench(Benchmark):
     seed: int = option(0)
 
     def __post_init__(self) -> None:
+        check_positive(self, "minutes", "seconds", "store_bytes", "endurance")
+        check_least(self, 0, "kill_every", "retain")
         if self.minutes is not None:
             self._check_soak()
             return
@@ -125,10 +126,6 @@ class TiersBench(Benchmark):
             raise ConfigError(f"budget: expected fractions of the store in (0, 1], got {self.budget}")
         if not all(0 <= ratio <= 1 for ratio in self.dirty):
             raise ConfigError(f"dirty: expected fractions in [0, 1], got {self.dirty}")
-        more_than_0(seconds=self.point_s, store_bytes=self.one_store_bytes, endurance=self.endurance)
-        if self.snapshots < 0:
-            raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
-        refuse_existing(self.store)
 
     def _check_soak(self) -> None:
         refused = {"dirty": self.dirty, "trace": self.trace, "seconds": self.seconds, "full": self.full}
@@ -138,7 +135,6 @@ class TiersBench(Benchmark):
         for name, values in (("record-bytes", self.record_bytes), ("budget", self.budget)):
             if len(values) > 1:
                 raise ConfigError(f"--{name}: expected one with --minutes, got {len(values)}")
-        assert self.as_soak  # raises ConfigError if it is invalid
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -157,7 +153,7 @@ class TiersBench(Benchmark):
         return _RETAIN if self.retain is None else self.retain
 
     @property
-    def as_soak(self) -> SoakBench:
+    def as_soak(self) -> Soak:
         """The soak that --minutes requests."""
         asked = {"store_bytes": self.store_bytes, "retain": self.retain}
         asked |= {"record_bytes": next(iter(self.record_bytes), None)}
@@ -165,13 +161,7 @@ class TiersBench(Benchmark):
         if self.budget:
             shape = replace(shape, host_budget_bytes=int(shape.store_bytes * self.budget[0]))
         seconds = (self.minutes or 0.0) * 60
-        return SoakBench(
-            directory=self.store,
-            further=self.drives,
-            seconds=seconds,
-            shape=shape,
-            kill_every_s=self.kill_every,
-        )
+        return Soak(self.store, shape, seconds, further=self.drives, kill_every_s=self.kill_every)
 
     @property
     def points(self) -> list[Point]:
@@ -187,7 +177,7 @@ class TiersBench(Benchmark):
 
     def run(self, progress: Progress) -> Found:
         """Measure all points, or run the soak. Raises ConfigError, DataError, OSError."""
-        return self._sweep(progress) if self.minutes is None else soak(self.as_soak, progress)
+        return self._sweep(progress) if self.minutes is None else self.as_soak.run(progress)
 
     def _sweep(self, progress: Progress) -> Found:
         traffics = {size: _traffic(self, size) for size in dict.fromkeys(p.record_bytes for p in self.points)}
@@ -195,7 +185,7 @@ class TiersBench(Benchmark):
         progress.say(
             f"{len(self.points)} points of {self.point_s:g} s; stores of up to {format_bytes(needed)}"
         )
-        require_free(self.store, needed, "the largest takes")
+        require_space([self.store], needed, "the largest records")
         points: list[dict[str, Any]] = []
         failures: list[str] = []
         effective: Sequence[str] = []
@@ -356,14 +346,14 @@ class _FilledStore:
             "commits": whole.commits,
             "hit_ratio": whole.hits / max(whole.hits + whole.misses, 1),
             **whole.rates(),
-            "fetch": whole.fetch.summary(),
-            "update": whole.update.summary(),
-            "commit": whole.commit.summary(),
+            "fetch": latency_summary(whole.fetch),
+            "update": latency_summary(whole.update),
+            "commit": latency_summary(whole.commit),
             "rounds": [
                 {
                     **one.rates(),
-                    "fetch": one.fetch.summary(),
-                    "commit": one.commit.summary(),
+                    "fetch": latency_summary(one.fetch),
+                    "commit": latency_summary(one.commit),
                     "write_amplification_ratio": one.write_amplification,
                 }
                 for one in rounds
@@ -408,12 +398,12 @@ def _measurements(point: dict[str, Any]) -> Iterator[Measurement]:
     for name in ("fetched", "changed"):
         speeds = [one[f"{name}_bytes_per_s"] for one in point["rounds"]]
         if any(speeds):
-            yield measured(name, speeds, "bytes/s", Better.HIGHER, parameters=what)
+            yield measured(name, speeds, "bytes/s", parameters=what)
     for name in ("fetch p50", "fetch p99", "fetch p99.9", "commit p50", "commit p99"):
         operation, percent = name.split()
         times = [one[operation].get(f"{percent}_s") for one in point["rounds"]]
         if samples := [spent for spent in times if spent is not None]:
-            yield measured(name, samples, "s", Better.LOWER, parameters=what)
+            yield measured(name, samples, "s", parameters=what)
     yield derived("hits", point["hit_ratio"], "ratio", Better.HIGHER, parameters=what)
     amplified = [one["write_amplification_ratio"] for one in point["rounds"]]
     if found := [ratio for ratio in amplified if ratio is not None]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.bench.probes import Latencies, process_bytes, usage
+from tierstore.bench.probes import process_bytes, usage
 from tierstore.bench.soak_plan import StoreModel
 from tierstore.cache.access import Phase
 from tierstore.lab.generators import RoutingWorkload, in_memory
@@ -134,9 +134,10 @@ class TierLoadResult:
     misses: int = 0
     disk_bytes: int = 0
     needed_copies: int = 0
-    fetch: Latencies = field(default_factory=Latencies)
-    update: Latencies = field(default_factory=Latencies)
-    commit: Latencies = field(default_factory=Latencies)
+    #: The latencies of each operation in nanoseconds.
+    fetch: list[int] = field(default_factory=list)
+    update: list[int] = field(default_factory=list)
+    commit: list[int] = field(default_factory=list)
 
     @staticmethod
     def joined(parts: Sequence[TierLoadResult]) -> TierLoadResult:
@@ -145,10 +146,7 @@ class TierLoadResult:
         for part in parts:
             for name, more in vars(part).items():
                 before = getattr(whole, name)
-                if isinstance(before, Latencies):
-                    before.merge(more)
-                else:
-                    setattr(whole, name, max(before, more) if name in _GREATEST else before + more)
+                setattr(whole, name, max(before, more) if name in _GREATEST else before + more)
         return whole
 
     @property
@@ -240,13 +238,13 @@ class TierLoad:
         async with turns:
             begun = time.perf_counter_ns()
             (await self._store.fetch_async([self._keys[record] for record in records])).release()
-            self._result.fetch.add([time.perf_counter_ns() - begun])
+            self._result.fetch.append(time.perf_counter_ns() - begun)
         self._result.fetched_bytes += len(records) * self._weight_bytes
 
     def _update(self, records: Sequence[int]) -> None:
         begun = time.perf_counter_ns()
         self._store.update(dict.fromkeys((self._keys[record] for record in records), self._gradient), lr=1e-3)
-        self._result.update.add([time.perf_counter_ns() - begun])
+        self._result.update.append(time.perf_counter_ns() - begun)
         self._version += 1
         self._model.update(records, self._version)
         self._dirty.update(records)
@@ -260,9 +258,9 @@ class TierLoad:
             snapshot = f"snapshot.{model.generation}"
         begun = time.perf_counter_ns()
         await self._store.commit_async(snapshot=snapshot)
-        result.commit.add([time.perf_counter_ns() - begun])
+        result.commit.append(time.perf_counter_ns() - begun)
         model.commit(snapshot)
         result.commits += 1
         result.dirty_bytes += len(self._dirty) * self._record_bytes
         self._dirty.clear()
-        result.disk_bytes = max(result.disk_bytes, usage(self._store.directory).disk_bytes)
+        result.disk_bytes = max(result.disk_bytes, usage(self._store.directory)["disk_bytes"])

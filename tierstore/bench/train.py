@@ -26,7 +26,6 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
-    at_least,
     prefixed,
     ratios,
     size_option,
@@ -35,8 +34,8 @@ from tierstore.bench.harness import (
 )
 from tierstore.bench.probes import Bytes, DiskProbe, MemoryLimit, page_cache_bytes
 from tierstore.bench.train_bound import Compulsory, bound_s, compulsory
-from tierstore.bench.train_process import PARTS, Opened, RoundSteps, TrainingProcess
-from tierstore.config import option
+from tierstore.bench.train_process import PARTS, RoundSteps, TrainingProcess
+from tierstore.config import check_least, option
 from tierstore.errors import ConfigError
 from tierstore.model.config import CheckpointActivations
 from tierstore.stats import spread
@@ -121,8 +120,8 @@ class TrainBench(Benchmark):
     train: TrainConfig = field(default_factory=TrainConfig, metadata={"configuration": ()})
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, rounds=self.rounds)
-        at_least(0, warmup=self.warmup, cgroup_limit=self.cgroup_limit)
+        check_least(self, 1, "steps", "rounds")
+        check_least(self, 0, "warmup", "cgroup_limit")
         if self.also and not self.orders:
             raise ConfigError("--also: requires --orders")
         if self.orders and (self.cgroup_limit or self.baseline is not Baseline.IN_RAM):
@@ -190,7 +189,7 @@ def in_ram(config: TrainConfig) -> TrainConfig:
 class _Rounds:
     """Both runs, by round; the tiered run's own description when opened, and the size of its files at the end."""
 
-    opened: Opened
+    opened: Mapping[str, Any]
     tiered: list[RoundSteps] = field(default_factory=list)
     in_ram: list[RoundSteps] = field(default_factory=list)
     disk_bytes_per_s: list[float] = field(default_factory=list)
@@ -268,8 +267,7 @@ def _figures(config: TrainConfig, bench: TrainBench, rounds: _Rounds, least: Com
         "experts": architecture.records,
         "record_bytes": architecture.records * expert_schema(config).record_bytes,
         "host_budget_bytes": config.host_budget,
-        "effective": rounds.opened.effective,
-        "fixed_resident_bytes": rounds.opened.fixed_resident_bytes,
+        **rounds.opened,
         "extent_bytes": rounds.extent_bytes,
         "page_cache_bytes": rounds.page_cache_bytes,
         "tiered": times,
@@ -342,7 +340,7 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
         if key in figures:
             yield from _of_run(figures[key], {"run": name})
     if speeds := figures["round_disk_bytes_per_s"]:
-        yield measured("disk, same mix", speeds, "bytes/s", Better.HIGHER)
+        yield measured("disk, same mix", speeds, "bytes/s")
     # Without a run in RAM the bound is the disk's alone, and has no target.
     target = _TO_BOUND if "in_ram" in figures else None
     to_bound = figures["round_step_to_bound_ratio"]
@@ -354,15 +352,15 @@ def _measurements(figures: Mapping[str, Any]) -> Iterator[Measurement]:
 
 def _of_run(of: Mapping[str, Any], how: dict[str, float | str]) -> Iterator[Measurement]:
     lower = Better.LOWER
-    yield measured("step", of["step_samples_s"], "s", lower, parameters=how)
-    yield measured("processor time a step", of["step_cpu_s"], "s", lower, parameters=how)
+    yield measured("step", of["step_samples_s"], "s", parameters=how)
+    yield measured("processor time a step", of["step_cpu_s"], "s", parameters=how)
     yield measured("peak resident memory", of["peak_resident_bytes"], "bytes", lower, parameters=how)
     yield counted("read a step", of["step_read_bytes"], "bytes", lower, parameters=how)
     yield counted("written a step", of["step_written_bytes"], "bytes", lower, parameters=how)
     yield counted("hits", of["hit_ratio"], "ratio", Better.HIGHER, parameters=how)
     for stall in of["stalls"]:
         caused = how | {"cause": stall["cause"]}
-        yield measured("stalled a step", stall["step_stall_s"], "s", lower, parameters=caused)
+        yield measured("stalled a step", stall["step_stall_s"], "s", parameters=caused)
 
 
 #: The parts of the mean step, for people.
@@ -438,7 +436,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
             medians = ", ".join(f"{way.value} {_medians(of)[-1]:.3f} s" for way, of in rounds.items())
             progress.say(f"round {turn + 1} of {bench.rounds}: {medians}")
         for way, process in processes.items():
-            planned = process.opened.fixed_resident_bytes + config.host_budget
+            planned = process.opened["fixed_resident_bytes"] + config.host_budget
             found[way] = _way_steps(rounds[way], planned)
     speed_ups = ratios(_medians(rounds[Way.MICRO]), _medians(rounds[Way.LAYER]))
     moved = found[Way.MICRO]["step_moved_bytes"] / max(found[Way.LAYER]["step_moved_bytes"], 1)
@@ -462,7 +460,7 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
     for way, times in found.items():
         how = {"way": way.value}
         measurements += [
-            measured("step", times["step_samples_s"], "s", Better.LOWER, parameters=how),
+            measured("step", times["step_samples_s"], "s", parameters=how),
             measured(
                 "peak resident memory", times["peak_resident_bytes"], "bytes", Better.LOWER, parameters=how
             ),
@@ -492,17 +490,13 @@ def _compare_orders(bench: TrainBench, config: TrainConfig, progress: Progress) 
 
 def _way_steps(rounds: Sequence[RoundSteps], planned: int) -> dict[str, Any]:
     """Steps of one way; ``planned``: bytes of its budgets plus its announced fixed memory."""
-    seconds = [value for one in rounds for value in one.step_s]
-    count, peak = len(seconds), max(one.peak_resident_bytes for one in rounds)
-    spilled = sum(one.spilled_bytes for one in rounds) // count
+    times = _step_times(rounds)
+    spilled = sum(one.spilled_bytes for one in rounds) // len(times["step_samples_s"])
     return {
-        "step_samples_s": seconds,
-        "step_median_s": statistics.median(seconds),
-        "step_moved_bytes": sum(one.read_bytes + one.written_bytes for one in rounds) // count + spilled,
+        **times,
+        "step_moved_bytes": times["step_read_bytes"] + times["step_written_bytes"] + spilled,
         "step_spilled_bytes": spilled,
-        "step_cpu_s": sum(one.cpu_s for one in rounds) / count,
-        "step_stall_s": sum(sum(one.stall_s_by_cause.values()) for one in rounds) / count,
-        "peak_resident_bytes": peak,
+        "step_stall_s": sum(stall["step_stall_s"] for stall in times["stalls"]),
         "planned_resident_bytes": planned,
-        "peak_to_plan_ratio": peak / planned,
+        "peak_to_plan_ratio": times["peak_resident_bytes"] / planned,
     }

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import heapq
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierstore._native import policy_names
 from tierstore.bench.probes import Bytes
 from tierstore.cache.access import GROUP_STRIDE
 from tierstore.errors import BudgetError, DataError
 from tierstore.trace.files import load_trace
-from tierstore.trace.format import Trace, TraceHeader, TraceKind
+from tierstore.trace.format import Trace, TraceKind
 from tierstore.trace.replay import STEP_COUNTS, replay_steps
 
 _GROUPS = 3
@@ -72,15 +72,9 @@ def compulsory(path: str | os.PathLike[str], *, first_step: int, steps: int) -> 
     return Compulsory(best, by_policy[best], by_policy, optimal)
 
 
-@dataclass(slots=True)
-class _Use:
-    """One use of one entry; ``unit`` counts the units of all accesses."""
-
-    unit: int
-    entry: int
-    dirty: bool
-    drop: bool
-    counted: bool
+#: One use of one entry: the number of its unit among those of all accesses, the entry, and whether it dirties the entry,
+#: drops it, and is counted.
+_Use = tuple[int, int, bool, bool, bool]
 
 
 def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
@@ -89,12 +83,52 @@ def clairvoyant(trace: Trace, begin: int, end: int) -> Bytes:
     The last training step is assumed to repeat after the end, so that entries kept for a next step are kept
     here too.
     """
+    records, free = trace.header.records, trace.header.capacity_frames
+    stored = {
+        number * GROUP_STRIDE + group
+        for number, record in enumerate(records)
+        for group in range(_GROUPS)
+        if record.stored >> group & 1
+    }
+    dirty: dict[int, bool] = {}  # of resident entries
+    ahead: dict[int, int] = {}  # the unit of the next use
+    heap: list[tuple[int, int]] = []  # the entry needed last first
+    read = written = 0
+
+    def evict(entry: int, counted: bool) -> None:
+        nonlocal free, written
+        record, group = records[entry // GROUP_STRIDE], entry % GROUP_STRIDE
+        if dirty.pop(entry):
+            stored.add(entry)
+            written += record.bytes[group] * counted
+        free += record.frames[group]
+
     uses = list(_uses(trace, begin, end))
-    following = _next_uses(uses)
-    state = _Clairvoyant(trace.header)
-    for index, use in enumerate(uses):
-        state.use(use, following[index])
-    return Bytes(state.read, state.written)
+    for (_, entry, changes, drops, counted), following in zip(uses, _next_uses(uses), strict=True):
+        record, group = records[entry // GROUP_STRIDE], entry % GROUP_STRIDE
+        if entry not in dirty:
+            held = []
+            while free < record.frames[group]:
+                last, victim = heapq.heappop(heap)
+                if victim not in dirty or ahead[victim] != -last:
+                    continue  # used again or evicted since it was pushed
+                if victim // GROUP_STRIDE == entry // GROUP_STRIDE:  # the record in use
+                    held.append((last, victim))
+                    continue
+                evict(victim, counted)
+            for item in held:
+                heapq.heappush(heap, item)
+            free -= record.frames[group]
+            dirty[entry] = False
+            read += record.bytes[group] * (counted and entry in stored)
+        dirty[entry] |= changes
+        ahead[entry] = following
+        heapq.heappush(heap, (-following, entry))
+        if drops:
+            dirty[entry] = False
+            stored.discard(entry)
+            evict(entry, counted)
+    return Bytes(read, written)
 
 
 def _uses(trace: Trace, begin: int, end: int) -> Iterator[_Use]:
@@ -112,72 +146,15 @@ def _uses(trace: Trace, begin: int, end: int) -> Iterator[_Use]:
                 for group in range(_GROUPS):
                     if flags >> (_NEED + group) & 1:
                         dirty, drop = flags >> (_DIRTY + group) & 1, flags >> (_DROP + group) & 1
-                        yield _Use(unit, record * GROUP_STRIDE + group, bool(dirty), bool(drop), counted)
+                        yield unit, record * GROUP_STRIDE + group, bool(dirty), bool(drop), counted
                 unit += 1
 
 
-def _next_uses(uses: list[_Use]) -> NDArray[np.int64]:
-    """For each use, the unit of the entry's next use; the greatest integer if there is none."""
-    never = np.iinfo(np.int64).max
-    following = np.full(len(uses), never, np.int64)
+def _next_uses(uses: list[_Use]) -> list[int]:
+    """For each use, the unit of the entry's next use; a number beyond all units if there is none."""
+    following: list[int] = []
     seen: dict[int, int] = {}
-    for index in range(len(uses) - 1, -1, -1):
-        following[index] = seen.get(uses[index].entry, never)
-        seen[uses[index].entry] = uses[index].unit
-    return following
-
-
-class _Clairvoyant:
-    """Residency under Belady's rule."""
-
-    def __init__(self, header: TraceHeader) -> None:
-        self._records = tuple(header.records)
-        self._free = header.capacity_frames
-        self._dirty: dict[int, bool] = {}  # of resident entries
-        self._next: dict[int, int] = {}
-        self._stored = {
-            number * GROUP_STRIDE + group
-            for number, record in enumerate(self._records)
-            for group in range(_GROUPS)
-            if record.stored >> group & 1
-        }
-        self._heap: list[tuple[int, int]] = []
-        self.read = 0
-        self.written = 0
-
-    def use(self, use: _Use, following: int) -> None:
-        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
-        if use.entry not in self._dirty:
-            self._make_room(record.frames[group], use)
-            self._free -= record.frames[group]
-            self._dirty[use.entry] = False
-            if use.entry in self._stored and use.counted:
-                self.read += record.bytes[group]
-        self._dirty[use.entry] |= use.dirty
-        self._next[use.entry] = following
-        heapq.heappush(self._heap, (-following, use.entry))
-        if use.drop:
-            self._dirty[use.entry] = False
-            self._stored.discard(use.entry)
-            self._evict(use)
-
-    def _make_room(self, frames: int, use: _Use) -> None:
-        held = []
-        while self._free < frames:
-            following, entry = heapq.heappop(self._heap)
-            if entry not in self._dirty or self._next[entry] != -following:
-                continue  # used again or evicted since it was pushed
-            if entry // GROUP_STRIDE == use.entry // GROUP_STRIDE:  # the record in use
-                held.append((following, entry))
-                continue
-            self._evict(_Use(use.unit, entry, False, False, use.counted))
-        for item in held:
-            heapq.heappush(self._heap, item)
-
-    def _evict(self, use: _Use) -> None:
-        record, group = self._records[use.entry // GROUP_STRIDE], use.entry % GROUP_STRIDE
-        if self._dirty.pop(use.entry):
-            self._stored.add(use.entry)
-            if use.counted:
-                self.written += record.bytes[group]
-        self._free += record.frames[group]
+    for unit, entry, *_ in reversed(uses):
+        following.append(seen.get(entry, sys.maxsize))
+        seen[entry] = unit
+    return following[::-1]

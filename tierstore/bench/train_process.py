@@ -4,7 +4,7 @@
 side, and one rests while the other steps: both see the same disk and the same neighbours.
 
 The protocol is one JSON object per line. The parent sends ``{"config": .., "trace": ..}``, then any number of
-``{"steps": n}``, then closes the pipe. The child answers each with one line: ``Opened``, then ``RoundSteps``; a
+``{"steps": n}``, then closes the pipe. The child answers each with one line: what it opened, then ``RoundSteps``; a
 failure is ``{"error": text}``.
 """
 
@@ -21,7 +21,6 @@ from tierstore.bench.processes import end, receive, send, serve, start_module
 from tierstore.config import as_dict, from_dict
 
 if TYPE_CHECKING:
-    from tierstore.train.step_time import StepTime
     from tierstore.train.trainer import Trainer
 
 #: The parts of a step's time that are shown (``tierstore.train.step_time``).
@@ -36,14 +35,6 @@ PARTS = (
 )
 _COUNTERS = ("read_bytes", "written_bytes", "hits", "misses", "wasted_prefetch_bytes")
 _SPILLED = ("boundary_read_bytes", "boundary_written_bytes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """An open run: the memory that it always holds, and its store's description of itself."""
-
-    fixed_resident_bytes: int
-    effective: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +75,8 @@ class TrainingProcess:
             if limit is not None:
                 limit.add(self._process.pid)
             send(self._process, {"config": as_dict(config), "trace": None if trace is None else str(trace)})
-            self.opened = Opened(**receive(self._process, name))
+            #: The memory that the run always holds (``fixed_resident_bytes``), and its own description (``effective``).
+            self.opened = receive(self._process, name)
             if warmup:
                 self.run(warmup)
         except BaseException:
@@ -102,8 +94,7 @@ class TrainingProcess:
         end(self._process)
 
 
-# The child's end
-# ------------------------------------------------------------------------------------------------
+# The child's end --------------------------------------------------------------------------------------------
 
 
 def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
@@ -122,12 +113,10 @@ def _answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
     order = choose_order(config)
     config = in_order(config, order)
     with open_session(config, Opening.CREATE, trace=trace) as trainer:
-        yield asdict(
-            Opened(
-                fixed_resident_bytes=trainer.account.nbytes - config.host_budget,
-                effective=[*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
-            )
-        )
+        yield {
+            "fixed_resident_bytes": trainer.account.nbytes - config.host_budget,
+            "effective": [*trainer.store.describe(), trainer.describe_weights(), *order_lines(order)],
+        }
         for request in requests:
             yield asdict(_steps(trainer, request["steps"]))
 
@@ -150,14 +139,14 @@ def _steps(trainer: Trainer, count: int) -> RoundSteps:
             cause: (total - stalls.get(cause, 0)) / 1e9 for cause, total in _stalls(trainer).items()
         },
         peak_resident_bytes=peak_resident_bytes(),
-        part_s={name: sum(getattr(one, name) for one in times) for name in PARTS if _counted(times, name)},
+        part_s={
+            name: sum(getattr(one, name) for one in times)
+            for name in PARTS
+            if times and all(getattr(one, name) is not None for one in times)
+        },
         spilled_bytes=sum(after.get(name, 0) - before.get(name, 0) for name in _SPILLED),
         **{name: after[name] - before[name] for name in _COUNTERS},
     )
-
-
-def _counted(times: Sequence[StepTime], part: str) -> bool:
-    return bool(times) and all(getattr(one, part) is not None for one in times)
 
 
 def _stalls(trainer: Trainer) -> dict[str, int]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.bench import benchmarks
-from tierstore.bench.harness import Benchmark, Found, Progress
+from tierstore.bench.documents import Document, load_document, machine_facts, now, save_document
+from tierstore.bench.harness import Benchmark, Progress
 from tierstore.cli.main import CHECK_FAILED, DONE, CommandGroup, Interrupts, ended_by_sigterm
 from tierstore.cli.options import (
     FILE,
@@ -36,6 +37,7 @@ from tierstore.cli.output import Output, ProgressBar
 from tierstore.config import FieldInfo, load
 from tierstore.errors import ConfigError, DataError
 from tierstore.outputs import OutputKind, to_json
+from tierstore.reports.page import check_report
 
 if TYPE_CHECKING:
     from tierstore.bench.comparing import Comparison
@@ -79,11 +81,16 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
     def command(
         output: Output, save: Path | None, html: Path | None, compare: Path | None, **given: Any
     ) -> int:
+        from tierstore.bench.comparing import compare as compare_documents
+
         values = given_fields(kind, given)
         if configured is not None:
             values[configured.name] = _configuration(configured.metadata, option_fields(kind), given)
         benchmark = kind(**values)
-        finish = _outputs(benchmark.saved_as or name, benchmark, given, output, save, html, compare)
+        bench, started = benchmark.saved_as or name, now()
+        if html is not None:
+            check_report()
+        old = None if compare is None else _earlier(compare, bench)
         with output.progress(label=f"bench {name}") as bar:
             found = benchmark.run(_CommandProgress(output, bar))
         for shown in (*found.shown, found.summary()):
@@ -91,7 +98,32 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
                 output.line(shown)
             elif shown.rows:
                 output.table(shown.title, list(shown.columns), shown.cells)
-        finish(found)
+        figures = {key: to_json(value) for key, value in found.figures.items()}
+        comparisons: list[Comparison] = []
+        try:
+            document = Document(
+                bench=bench,
+                options={key: said for key, value in given.items() if (said := _plain(value)) is not None},
+                machine=machine_facts(benchmark.measured_in),
+                started=started,
+                ended=now(),
+                measurements=tuple(found.measurements),
+                figures=figures,
+            )
+            if save is not None:  # first: a later error must not lose a long run's results
+                save_document(document, save)
+            if old is not None:
+                try:
+                    comparisons = [compare_documents(old, document)]
+                except DataError as error:
+                    raise DataError(f"{compare}: {error}") from error
+                show_comparison(comparisons[0], output)
+            if html is not None:
+                from tierstore.bench.report import write_report  # matplotlib takes half a second to import
+
+                write_report([document], html, comparisons=comparisons)
+        finally:
+            output.emit({**figures, **({"compared": comparisons[0]} if comparisons else {})})
         return CHECK_FAILED if found.failed else DONE
 
     decorators = field_options(kind)
@@ -162,63 +194,12 @@ def _plain(value: object) -> float | str | None:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _outputs(
-    bench: str,
-    benchmark: Benchmark,
-    given: Mapping[str, Any],
-    output: Output,
-    save: Path | None,
-    html: Path | None,
-    compare: Path | None,
-) -> Callable[[Found], None]:
-    """Check the requested outputs before the work; the returned function makes them from the results: it saves, compares
-    and reports, then prints the JSON object, whose key ``compared`` is the comparison.
-
-    Raises DataError if the document of ``compare`` is unusable, CapabilityError if the report's libraries are missing. The
-    function raises DataError if nothing can be compared; the object is printed first.
-    """
-    from tierstore.bench.comparing import compare as compare_documents
-    from tierstore.bench.documents import Document, load_document, machine_facts, now, save_document
-    from tierstore.bench.report import write_report
-    from tierstore.reports.page import check_report
-
-    if html is not None:
-        check_report()
-    old = None if compare is None else load_document(compare)
-    if old is not None and old.bench != bench:
-        raise DataError(f"{compare}: expected a document of bench {bench}, got one of {old.bench}")
-    settings = {name: plain for name, value in given.items() if (plain := _plain(value)) is not None}
-    started = now()
-
-    def finish(found: Found) -> None:
-        figures = {key: to_json(value) for key, value in found.figures.items()}
-        comparisons = []
-        try:
-            if save is None and html is None and old is None:
-                return
-            document = Document(
-                bench=bench,
-                options=settings,
-                machine=machine_facts(benchmark.measured_in),
-                started=started,
-                ended=now(),
-                measurements=tuple(found.measurements),
-                figures=figures,
-            )
-            if save is not None:  # first: a later error must not lose a long run's results
-                save_document(document, save)
-            if old is not None:
-                try:
-                    comparisons = [compare_documents(old, document)]
-                except DataError as error:
-                    raise DataError(f"{compare}: {error}") from error
-                show_comparison(comparisons[0], output)
-            if html is not None:
-                write_report([document], html, comparisons=comparisons)
-        finally:
-            output.emit({**figures, **({"compared": comparisons[0]} if comparisons else {})})
-
-    return finish
+def _earlier(path: Path, bench: str) -> Document:
+    """The document of an earlier run of ``bench``. Raises DataError."""
+    old = load_document(path)
+    if old.bench != bench:
+        raise DataError(f"{path}: expected a document of bench {bench}, got one of {old.bench}")
+    return old
 
 
 def show_comparison(comparison: Comparison, output: Output) -> None:
@@ -267,7 +248,7 @@ class _CommandProgress(Progress):
 @json_option
 def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
     """Write one HTML page about DOCUMENTS, saved by any benchmarks with --save: targets, plots, tables, machines."""
-    from tierstore.bench.documents import load_document
+    check_report()
     from tierstore.bench.report import write_report
 
     loaded = [load_document(path) for path in documents]
@@ -283,7 +264,6 @@ def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
 def compare(old: Path, new: Path, output: Output) -> None:
     """Show what became slower or faster from OLD to NEW, beyond noise. Both are --save files of the same benchmark."""
     from tierstore.bench.comparing import compare as compared
-    from tierstore.bench.documents import load_document
 
     found = compared(load_document(old), load_document(new))
     show_comparison(found, output)

@@ -364,10 +364,10 @@ def help_config_option(config: type[Any] | None = None) -> Callable[[F], F]:
 def describe_config(cls: type[Any]) -> str:
     """Every key of ``cls`` with its type, default and help, as text."""
     lines = []
-    for info in dotted_fields(cls):
-        default = "required" if info.required else f"default {_shown(info.name, info.in_words(info.default))}"
-        lines.append(f"{info.name}  ({info.type}; {default})")
-        lines += [f"    {info.help}"] if info.help else []
+    for key in options_json(cls):
+        default = "required" if key["default"] is None else f"default {key['default']}"
+        lines.append(f"{key['name']}  ({key['type']}; {default})")
+        lines += [f"    {key['help']}"] if key["help"] else []
     return "\n".join(lines)
 
 

@@ -305,8 +305,8 @@ def _layout_table(
                 format_seconds(cost.step_s),
                 "-" if cost is found.best else lost,
                 f"{cost.bubble_ratio:.0%}",
-                format_bytes(cost.sent.within),
-                format_bytes(cost.sent.across),
+                format_bytes(cost.sent["sent_within_node_bytes"]),
+                format_bytes(cost.sent["sent_across_nodes_bytes"]),
                 format_bytes(cost.memory_bytes) + (" (too much)" if cost.memory_bytes > memory else ""),
                 format_bytes(cost.disk_bytes),
             )

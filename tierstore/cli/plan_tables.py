@@ -38,10 +38,10 @@ def show_plan(made: Plan, costs: Profile, output: Output) -> None:
         _show_uses(made.uses, output)
         output.line(f"details of the use {made.setting.usage.use.value}:")
     _show_bytes(made, output)
-    paper = made.paper
+    gpu, cpu, ssd = map(format_bytes, made.paper.values())
     output.line(
-        f"SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {format_bytes(paper.gpu)} (16 D + 4 alpha S / L), "
-        f"CPU {format_bytes(paper.cpu)} (16 alpha S), SSD {format_bytes(paper.ssd)} (12 S)"
+        f"SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {gpu} (16 D + 4 alpha S / L), "
+        f"CPU {cpu} (16 alpha S), SSD {ssd} (12 S)"
     )
     _show_prediction(made, costs, output)
     if made.order is not None:
@@ -83,10 +83,10 @@ def _show_uses(made: UsesPlan, output: Output) -> None:
     pairs = made.pairs
     output.line(f"frozen experts: {format_bytes(made.frozen)} on disk, one copy")
     output.line(
-        f"LoRA pairs of rank {pairs.rank_count}: {_parameters(pairs.attention_parameters_count)} parameters for attention, "
-        f"{_parameters(pairs.expert_parameters_count)} for experts; the experts' pairs take "
-        f"{format_bytes(pairs.record_bytes)} on disk, or {format_bytes(pairs.resident_bytes)} in memory; "
-        f"pairs fit in memory: {'yes' if pairs.fits_in_memory else 'no'}"
+        f"LoRA pairs of rank {pairs['rank_count']}: {_parameters(pairs['attention_parameters_count'])} parameters for "
+        f"attention, {_parameters(pairs['expert_parameters_count'])} for experts; the experts' pairs take "
+        f"{format_bytes(pairs['record_bytes'])} on disk, or {format_bytes(pairs['resident_bytes'])} in memory; "
+        f"pairs fit in memory: {'yes' if pairs['fits_in_memory'] else 'no'}"
     )
 
 

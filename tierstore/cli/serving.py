@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -282,11 +282,7 @@ def _result(
             }
             for made in texts
         ],
-        "prefill_tokens": totals.prefill_tokens,
-        "prefill_s": totals.prefill_s,
-        "decode_tokens": totals.decode_tokens,
-        "decode_s": totals.decode_s,
-        "steps": totals.steps,
+        **asdict(totals),
         "hits": stats.hits,
         "misses": stats.misses,
         "mapped_count": parts.store.mapped.leases,

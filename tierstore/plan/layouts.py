@@ -14,7 +14,7 @@ stages, M micro-batches and free messages that is ``(M + p - 1) / M`` of a stage
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,39 +112,15 @@ _BESIDE_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkBytes:
-    """Bytes that one rank sends in a step, in the stage that sends most. ``across``: those to other nodes, with destinations
-    spread evenly over a group's ranks.
-    """
-
-    gathers: int
-    reductions: int
-    rows: int
-    tensor_sums: int
-    expert_sums: int
-    stages: int
-    vocabulary: int
-    across: int
-
-    @property
-    def total(self) -> int:
-        sums = self.tensor_sums + self.expert_sums
-        return self.gathers + self.reductions + self.rows + sums + self.stages + self.vocabulary
-
-    @property
-    def within(self) -> int:
-        """The bytes that stay on the node."""
-        return self.total - self.across
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """The cost of one layout: seconds of a step, bytes that a rank sends, and the most memory and disk of any rank."""
+    """The cost of one layout: seconds of a step, the bytes that a rank sends (``sent_bytes``) in the stage that sends most,
+    and the most memory and disk of any rank.
+    """
 
     choice: LayoutChoice
     step_s: float
     bubble_ratio: float
-    sent: LinkBytes
+    sent: Mapping[str, int]
     memory_bytes: int
     disk_bytes: int
     evidence: Evidence
@@ -192,16 +168,7 @@ class LayoutComparison:
             "bubble_ratio": cost.bubble_ratio,
             "memory_bytes": cost.memory_bytes,
             "disk_bytes": cost.disk_bytes,
-            "sent_bytes": cost.sent.total,
-            "sent_within_node_bytes": cost.sent.within,
-            "sent_across_nodes_bytes": cost.sent.across,
-            "gather_bytes": cost.sent.gathers,
-            "reduce_bytes": cost.sent.reductions,
-            "rows_bytes": cost.sent.rows,
-            "tensor_sums_bytes": cost.sent.tensor_sums,
-            "expert_sums_bytes": cost.sent.expert_sums,
-            "stages_bytes": cost.sent.stages,
-            "vocabulary_bytes": cost.sent.vocabulary,
+            **cost.sent,
             "evidence": cost.evidence.value,
         }
 
@@ -269,7 +236,7 @@ def layout_cost(works: Sequence[LayoutWorkload]) -> LayoutCost:
         choice=choice,
         step_s=taken_s,
         bubble_ratio=1 - longest / taken_s,
-        sent=max(map(sent_bytes, works), key=lambda sent: sent.total),
+        sent=max(map(sent_bytes, works), key=lambda sent: sent["sent_bytes"]),
         memory_bytes=max(work.taken.total(Tier.DEVICE, Tier.HOST) for work in works),
         disk_bytes=max(work.taken.total(Tier.NVME) for work in works),
         evidence=profile.evidence.weaker(works[0].traffic.evidence),
@@ -314,8 +281,10 @@ def _passes_seconds(work: LayoutWorkload, both_s: float) -> tuple[float, float]:
     return both_s * share, both_s * (1 - share)
 
 
-def sent_bytes(work: LayoutWorkload) -> LinkBytes:
-    """The bytes that one rank of the stage sends in a step."""
+def sent_bytes(work: LayoutWorkload) -> dict[str, int]:
+    """The bytes that one rank of the stage sends in a step: all of them, those within its node and to other nodes (with
+    destinations spread evenly over a group's ranks), and by purpose.
+    """
     reductions = rows = tensor = 0
     for item in work.passes:
         if item.phase is Phase.OPTIMIZER:
@@ -334,22 +303,26 @@ def sent_bytes(work: LayoutWorkload) -> LinkBytes:
     vocabulary = work.vocabulary_bytes
     micro = work.setting.config.data.micro_batches
     passed = micro * work.neighbours * _stage_bytes(work)
-    across = {
+    by_group = {
         "data": gathers + reductions + vocabulary,
         "expert": rows + tensor,
         "replica": work.replica_bytes,
         "pipeline": passed,
     }
-    return LinkBytes(
-        gathers=gathers,
-        reductions=reductions,
-        rows=rows,
-        tensor_sums=tensor,
-        expert_sums=work.replica_bytes,
-        stages=passed,
-        vocabulary=vocabulary,
-        across=round(sum(_outside(work, kind) * nbytes for kind, nbytes in across.items())),
-    )
+    total = sum(by_group.values())
+    across = round(sum(_outside(work, group) * nbytes for group, nbytes in by_group.items()))
+    return {
+        "sent_bytes": total,
+        "sent_within_node_bytes": total - across,
+        "sent_across_nodes_bytes": across,
+        "gather_bytes": gathers,
+        "reduce_bytes": reductions,
+        "rows_bytes": rows,
+        "tensor_sums_bytes": tensor,
+        "expert_sums_bytes": work.replica_bytes,
+        "stages_bytes": passed,
+        "vocabulary_bytes": vocabulary,
+    }
 
 
 def _outside(work: LayoutWorkload, dimension: str) -> float:

@@ -152,8 +152,12 @@ def compare_orders(setting: Setting, profile: Profile) -> Decision[MicroOrder]:
 
 def _costs(setting: Setting, profile: Profile) -> tuple[OrderCost | None, OrderCost | None]:
     """The costs of micro order and of layer order."""
-    micro, layer = (_ordered(setting, order) for order in (MicroOrder.MICRO, MicroOrder.LAYER))
-    return _cost(micro, profile), _cost(layer, profile)
+    config = setting.config
+    micro, layer = (
+        _cost(replace(setting, config=replace(config, data=replace(config.data, micro_order=order))), profile)
+        for order in (MicroOrder.MICRO, MicroOrder.LAYER)
+    )
+    return micro, layer
 
 
 def _auto(micro: OrderCost | None, layer: OrderCost | None) -> tuple[MicroOrder, str]:
@@ -165,11 +169,6 @@ def _auto(micro: OrderCost | None, layer: OrderCost | None) -> tuple[MicroOrder,
     took = f"in {format_seconds(layer.step_s)} and {format_seconds(micro.step_s)} ({layer.evidence.value})"
     pays = layer.moved_bytes < micro.moved_bytes and layer.step_s < micro.step_s
     return MicroOrder.LAYER if pays else MicroOrder.MICRO, f"auto: {moved}, {took}"
-
-
-def _ordered(setting: Setting, order: MicroOrder) -> Setting:
-    data = replace(setting.config.data, micro_order=order)
-    return replace(setting, config=replace(setting.config, data=data))
 
 
 def _whole(setting: Setting) -> Setting:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tierstore.config import check_least
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import Cost, Profile
 from tierstore.model.architecture import Architecture
@@ -35,25 +36,19 @@ from tierstore.train.footprint import rank_tokens
 # and equation 2 gives the model size for the largest S and D.
 
 
-@dataclass(frozen=True)
-class PaperBytes:
-    """The left-hand sides of equation 1: bytes over all devices."""
+def paper_bytes(model: Architecture, alpha: float) -> dict[str, int]:
+    """The left-hand sides of equation 1: ``gpu_bytes``, ``cpu_bytes`` and ``ssd_bytes`` of all devices together.
 
-    gpu: int
-    cpu: int
-    ssd: int
-
-
-def paper_bytes(model: Architecture, alpha: float) -> PaperBytes:
-    """Bytes by the paper's formulas; ``alpha`` is the share of sparse parameters that is activated."""
+    ``alpha``: the share of sparse parameters that is activated.
+    """
     if not 0 <= alpha <= 1:
         raise ConfigError(f"alpha: expected a share from 0 to 1, got {alpha}")
     layers = max(len(model.moe_layers), 1)
-    return PaperBytes(
-        gpu=16 * model.dense + round(4 * alpha * model.sparse / layers),
-        cpu=round(16 * alpha * model.sparse),
-        ssd=12 * model.sparse,
-    )
+    return {
+        "gpu_bytes": 16 * model.dense + round(4 * alpha * model.sparse / layers),
+        "cpu_bytes": round(16 * alpha * model.sparse),
+        "ssd_bytes": 12 * model.sparse,
+    }
 
 
 # SE-MoE, section 3.2: ring memory against sparse loading ----------------------------------------------------
@@ -234,9 +229,7 @@ class RowBytes:
     top_k: int
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "width", "itemsize", "ranks", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, 1, "tokens", "width", "itemsize", "ranks", "top_k")
 
     @property
     def _elsewhere(self) -> float:

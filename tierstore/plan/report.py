@@ -5,7 +5,7 @@ For an imported model every use is planned, and whether its LoRA pairs fit in me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from tierstore.plan.fitting import (
     totals,
 )
 from tierstore.plan.order import StepProposal, compare_orders, in_order, propose_step
-from tierstore.plan.papers import PaperBytes, TensorCosts, paper_bytes, tensor_costs
+from tierstore.plan.papers import TensorCosts, paper_bytes, tensor_costs
 from tierstore.plan.predict import Prediction, predict
 from tierstore.plan.presets import Preset
 from tierstore.prefetch.operations import Resource
@@ -101,27 +101,13 @@ def _times(made: Prediction | None) -> dict[str, object] | None:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairsPlan:
-    """The LoRA pairs of one rank. ``fits_in_memory``: whether all experts' pairs, with gradients and moments, fit in memory
-    in addition to the minimum that LoRA needs.
-    """
-
-    rank_count: int
-    attention_parameters_count: int
-    expert_parameters_count: int
-    resident_bytes: int
-    record_bytes: int
-    fits_in_memory: bool
-
-
 @dataclass(frozen=True)
 class UsesPlan:
     """The plans of every use of one model."""
 
     spec: HfSpec
     uses: tuple[UsePlan, ...]
-    pairs: PairsPlan
+    pairs: Mapping[str, int]
     #: Bytes of one read-only copy of the experts on one rank's disk.
     frozen: int
 
@@ -166,20 +152,23 @@ def _plan_use(setting: Setting, limits: Limits, profile: Profile) -> UsePlan:
     return UsePlan(setting, verdict, predict(setting, profile, verdict.capacity), token)
 
 
-def _pairs(lora: Setting, limits: Limits) -> PairsPlan:
+def _pairs(lora: Setting, limits: Limits) -> dict[str, int]:
+    """The LoRA pairs of one rank. ``fits_in_memory``: whether all experts' pairs, with gradients and moments, fit in memory
+    in addition to the minimum that LoRA needs.
+    """
     usage = lora.usage
     assert usage.pairs is not None
     resident = _STATE_BYTES * usage.pairs.numel * lora.records
     least = replace(lora, config=replace(lora.config, host_budget=lora.least_host_budget, device_budget=0))
     memory, _, _ = totals(least, capacity(least))
-    return PairsPlan(
-        rank_count=usage.rank,
-        attention_parameters_count=sum(usage.attention),
-        expert_parameters_count=usage.pairs.numel * lora.model.records,
-        resident_bytes=resident,
-        record_bytes=extent_bytes(usage.pairs, lora.records, lora.config.retain),
-        fits_in_memory=memory + resident <= limits.memory,
-    )
+    return {
+        "rank_count": usage.rank,
+        "attention_parameters_count": sum(usage.attention),
+        "expert_parameters_count": usage.pairs.numel * lora.model.records,
+        "resident_bytes": resident,
+        "record_bytes": extent_bytes(usage.pairs, lora.records, lora.config.retain),
+        "fits_in_memory": memory + resident <= limits.memory,
+    }
 
 
 @dataclass(frozen=True)
@@ -197,7 +186,7 @@ class Plan:
     hardware: Hardware | None
     prediction: Prediction | None
     alpha: float
-    paper: PaperBytes
+    paper: Mapping[str, int]
     preset: Preset | None
     #: Every use of an imported model.
     uses: UsesPlan | None = None
@@ -257,12 +246,7 @@ class Plan:
                 "disk_bytes": self.limits.disk,
                 "device_bytes": self.limits.device,
             },
-            "paper": {
-                "alpha_ratio": self.alpha,
-                "gpu_bytes": self.paper.gpu,
-                "cpu_bytes": self.paper.cpu,
-                "ssd_bytes": self.paper.ssd,
-            },
+            "paper": {"alpha_ratio": self.alpha, **self.paper},
             "preset": self.preset
             and {
                 "source": self.preset.source,

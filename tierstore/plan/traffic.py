@@ -41,15 +41,8 @@ from tierstore.store.config import StoreConfig
 from tierstore.store.format import Group
 from tierstore.store.opening import make_residency, record_frame_bytes
 
-
-@dataclass(frozen=True)
-class StepWindow:
-    """The steps that are counted: ``steps`` steps after ``warm_up`` steps."""
-
-    warm_up: int = 6
-    steps: int = 8
-
-
+#: The steps that are driven first, and those that are counted.
+SPAN = (6, 8)
 #: From this probability on, an expert counts as always reached.
 _CERTAIN = 1 - 1e-6
 
@@ -93,15 +86,16 @@ class Traffic:
 
 
 def step_traffic(
-    setting: Setting, taken: Capacity, span: StepWindow | None = None, *, order: Sequence[MicroPass] = ()
+    setting: Setting, taken: Capacity, span: tuple[int, int] = SPAN, *, order: Sequence[MicroPass] = ()
 ) -> Traffic:
-    """The traffic of a step under the budgets of ``taken``, a mean over ``span``, without commits. ``order``: the passes of
-    a pipeline stage in order (empty: one micro-batch after another).
+    """The traffic of a step under the budgets of ``taken``, a mean over ``span`` (as in ``SPAN``), without commits.
+
+    ``order``: the passes of a pipeline stage in order (empty: one micro-batch after another).
 
     Raises BudgetError.
     """
     try:
-        return _Drive(setting, taken, order).run(span or StepWindow())
+        return _Drive(setting, taken, order).run(*span)
     except CapacityError as error:
         raise BudgetError(f"host_budget: {error}") from error
 
@@ -196,23 +190,23 @@ class _Drive:
                 self._carry_out(self._trained, [access])
         self._residency.clean()
 
-    def run(self, span: StepWindow) -> Traffic:
+    def run(self, warm_up: int, steps: int) -> Traffic:
         self._register()
-        for step in range(span.warm_up):
+        for step in range(warm_up):
             self._step(step)
         before = self._residency.stats()
         self._moved_for.clear()
-        for step in range(span.warm_up, span.warm_up + span.steps):
+        for step in range(warm_up, warm_up + steps):
             self._step(step)
         after = self._residency.stats()
 
         def mean(name: str) -> float:
-            return float(getattr(after, name) - getattr(before, name)) / span.steps
+            return float(getattr(after, name) - getattr(before, name)) / steps
 
         return Traffic(
             read_bytes=round(mean("read_bytes")),
             written_bytes=round(mean("written_bytes")),
-            moved_for={what: moved // span.steps for what, moved in self._moved_for.items()},
+            moved_for={what: moved // steps for what, moved in self._moved_for.items()},
             hits=mean("hits"),
             misses=mean("misses"),
             active=self._reached,

@@ -211,14 +211,6 @@ class StepWorkload:
             return self.layouts[unit].slice_numel
         return -(-usage.attention[unit] // self.setting.ranks) if usage.attention else 0
 
-    @property
-    def _trained_numel(self) -> int:
-        """The number of trained parameters of one expert."""
-        usage = self.setting.usage
-        if usage.frozen:
-            return usage.pairs.numel if usage.pairs else 0
-        return self.setting.model.expert_numel
-
     def _moved_for(self, item: Pass) -> Moved:
         """Bytes that a step moves for ``item``'s phase and layer; deferred optimizer steps count as forward."""
         assert item.moe_layer is not None
@@ -249,11 +241,13 @@ class StepWorkload:
         if operation.kind is Kind.DENSE:
             return self.profile.dense_flops.seconds(self.dense_flops(item))
         if operation.kind is Kind.EXPERT:
-            return each * self.expert_cost(item).seconds(self.expert_flops(item)) + self._further_chunks(item)
+            # Every chunk after the first starts the pass's experts once more.
+            starts, cost = (self.degree(item) - 1) / self.parts(item), self.expert_cost(item)
+            return each * cost.seconds(self.expert_flops(item)) + starts * cost.latency_s
         if operation.kind is Kind.STEP:
             return self.profile.adamw.seconds(self._stepped(item.unit) * _STEP_BYTES)
         steps = 1 / self._passes  # earlier passes only accumulate gradients
-        return each * steps * self.profile.adamw.seconds(self._trained_numel * self._step_bytes)
+        return each * steps * self.profile.adamw.seconds(self._step_bytes)
 
     @cached_property
     def network(self) -> Cost:
@@ -266,17 +260,17 @@ class StepWorkload:
         own = self.profile.expert_forward if forward else self.profile.expert_backward
         return own or self.profile.expert_flops
 
-    def _further_chunks(self, item: Pass) -> float:
-        """Seconds that chunks add to each part of a pass's experts: one more start for each chunk after the first."""
-        return (self.degree(item) - 1) / self.parts(item) * self.expert_cost(item).latency_s
-
     @property
     def _step_bytes(self) -> float:
-        """Bytes per trained parameter that AdamW touches. int8 moments count as fp32: quantising takes the time saved."""
-        schema = self.setting.schemas[-1]
-        if schema.frozen or schema.moments is MomentFormat.INT8:
-            return _STEP_BYTES
-        return 2 * schema.record_bytes / schema.numel + 4
+        """Bytes of an expert, or of its pairs, that AdamW touches. int8 moments count as fp32: quantising takes the time
+        saved.
+        """
+        trained = self.setting.schemas[-1]
+        if trained.frozen:
+            return 0.0
+        if trained.moments is MomentFormat.INT8:
+            return trained.numel * _STEP_BYTES
+        return 2 * trained.record_bytes + 4 * trained.numel
 
     @property
     def _passes(self) -> int:
