@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -55,6 +56,13 @@ def directories_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Logs of ``torchrun`` and compiled code: torch would leave both in the system's temporary directory."""
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever a test before has left: on several threads torch's gradient of an index is a sum in any order."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

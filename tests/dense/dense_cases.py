@@ -145,7 +145,6 @@ def whole_weights(model: Transformer, dense: DenseSlices) -> dict[str, Tensor]:
 
 
 def train_group(group: RankGroup, setting: Setting) -> Outcome:
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     freeze(model, setting.trained)
     dense = slice_model(model, group, setting.dense)

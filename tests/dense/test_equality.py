@@ -116,7 +116,6 @@ def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    torch.set_num_threads(1)
     setting = Setting(**given)
     model = make_model(setting.model)
     torch_mesh = mesh.device_mesh()

@@ -50,7 +50,6 @@ def _measured(mesh: Mesh, given: dict[str, Any]) -> tuple[DenseBytes, DenseTraff
 
 def measured(group: RankGroup, setting: Setting) -> tuple[DenseBytes, DenseTraffic, int]:
     """What is allocated, the messages of a step, and the peak of what one micro-batch allocates beyond that."""
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     dense = slice_model(model, group, setting.dense)
     backward(model, dense, group, setting, 0)

@@ -149,7 +149,6 @@ def schedule(
 
 def queued(mesh: Mesh, depth: int, reshard: str, group: RankGroup | None = None) -> Outcome:
     """Training with the queue of the schedule in front of the slices, evaluation in between."""
-    torch.set_num_threads(1)
     group = group or mesh.world
     setting = Setting()
     model = make_model({})

@@ -74,7 +74,6 @@ def _open(path: Path, layouts: list[Any], *, create: bool) -> ParameterStore:
 def _steps(group: RankGroup, path: Path, given: dict[str, Any], begin: int, end: int) -> dict[str, Tensor]:
     """Steps ``begin`` to ``end``, from the store at ``path`` unless ``begin`` is 0, with a commit at the end."""
     setting = Setting(**given)
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     dense = slice_model(model, group, setting.dense)
     with _open(path / f"rank{group.rank}", list(dense.layouts), create=begin == 0) as store:

@@ -94,7 +94,6 @@ def take(parts: SessionParts, step: int) -> float:
 
 def train_ranks(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: int, cut: int) -> list[float]:
     """Imports ``source`` frozen, trains ``steps`` steps, opened anew after ``cut`` of them; the losses."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(weights=Weights.FROZEN), mesh=mesh)
     losses = []
     for part in (range(cut), range(cut, steps)):
@@ -106,7 +105,6 @@ def train_ranks(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: 
 
 def ahead_then_on(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: int) -> list[float]:
     """As ``train_ranks``, where the first run ended when rank 1 had prepared its first commit, and rank 0 had not."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(weights=Weights.FROZEN), mesh=mesh)
     with session(store, lora, mesh=mesh, clip=0.2) as parts:
         take(parts, 0)

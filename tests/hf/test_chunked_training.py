@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from stored_runs import configuration
 from stored_runs import train as train_stored
 from tiny_families import make_config, plain_model
@@ -29,7 +28,6 @@ def _train(
     mesh: Mesh, source: Path, store: Path, settings: Mapping[str, Any]
 ) -> tuple[list[float], int, int]:
     """Imports ``source`` on all ranks and takes three steps, resumed after the second."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(), mesh=mesh)
     return train_stored(configuration({"store": store, "steps": 3, **settings}), stops=(2,), mesh=mesh)
 

@@ -41,11 +41,6 @@ from tierstore.train.session import open_session
 VOCABULARY = 256  # bytes
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A checkpoint of each family, made once."""
@@ -311,7 +306,6 @@ def _import_and_train(
 ) -> list[float]:
     from tierstore.hf.importing import ImportOptions, import_model
 
-    torch.set_num_threads(1)
     import_model(source, settings["store"], ImportOptions(compute=compute), mesh=mesh)
     return train(configuration(settings), mesh=mesh)[0]
 

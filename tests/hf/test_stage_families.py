@@ -27,11 +27,6 @@ BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v
 LAYERS, CUTS = 4, (range(2), range(2, 3), range(3, 4))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def batch_of(*, packed: bool) -> Batch:
     both = torch.randint(1, 128, (2, 25), generator=torch.Generator().manual_seed(1))
     targets = both[:, 1:].clone()

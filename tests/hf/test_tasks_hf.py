@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import imported
 from launcher import Ranks
 from stored_runs import configuration, train
@@ -38,7 +37,6 @@ def settings(store: Path, text: Path) -> dict[str, Any]:
 
 
 def on_rank(mesh: Mesh, source: Path, given: dict[str, Any]) -> list[float]:
-    torch.set_num_threads(1)
     import_model(source, given["store"], ImportOptions(compute=ComputeDtype.FP32), mesh=mesh)
     return train(configuration(given), mesh=mesh)[0]
 

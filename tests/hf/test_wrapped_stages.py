@@ -41,11 +41,6 @@ from tierstore.train.stored_model import open_stored
 Whole = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Imports of tiny models by one rank, each made once, with their checkpoints beside them."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from stage_cases import contents, sends
 from stage_runs import StageRun
 from stored_runs import configuration
@@ -35,7 +34,6 @@ def made_over(mesh: Mesh, whole: Path, settings: Settings) -> None:
 
 def wrapped(mesh: Mesh, whole: Path, settings: Settings, steps: int) -> StageRun:
     """A run to ``steps`` steps in all, committed, validated and sampled."""
-    torch.set_num_threads(1)
     made_over(mesh, whole, settings)
     run = StageRun()
     before = sends(mesh)
@@ -63,7 +61,6 @@ def _step(trainer: Trainer, run: StageRun) -> None:
 
 def dying_wrapped(mesh: Mesh, whole: Path, settings: Settings, victim: int, passes: int) -> None:
     """One step and its commit; in the second step rank ``victim`` is killed by itself before pass number ``passes``."""
-    torch.set_num_threads(1)
     made_over(mesh, whole, settings)
     with open_session(configuration(settings), Opening.RESUME, mesh=mesh) as trainer:
         trainer.step()

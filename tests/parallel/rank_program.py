@@ -18,6 +18,8 @@ from types import ModuleType
 
 
 def main(address: str, simulated_device: str | None) -> None:
+    import torch
+
     from tierstore.parallel import launch
 
     if simulated_device is not None:
@@ -31,6 +33,7 @@ def main(address: str, simulated_device: str | None) -> None:
             test.send(mesh.environment.rank)
             modules: dict[str, ModuleType] = {}
             while (case := pickle.loads(test.recv_bytes())) is not None:
+                torch.set_num_threads(1)  # whatever the case before has left
                 file, name, arguments = case
                 try:
                     function = getattr(_module(file, modules), name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from tiny_runs import MODEL, RUN
 
 from tierstore.config import load
 from tierstore.plan.capacity import Setting
@@ -14,21 +15,14 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
 TINY: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **MODEL,
     "host_budget": 200 << 10,
-    "commit_every": 0,
     "eval_every": 0,
     "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
     "model.top_k": 12,
     "data.batch_size": 4,
-    "io.huge_pages": "off",
 }
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from dense_cases import since
 from slowness import mostly_slow
 
@@ -47,7 +46,6 @@ from tierstore.train.footprint import fixed_cost
 
 def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     """What one rank took: bytes of its extents, of its dense parameters, and of eight steps after six."""
-    torch.set_num_threads(1)
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         moved = []
         for steps in (6, 8):
@@ -68,7 +66,6 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
 
 def sent(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     """Collectives of dense parameters in three steps of one rank, after two, and bytes that it sent in them."""
-    torch.set_num_threads(1)
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()
         trainer.step()

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tierstore.config import load
 from tierstore.machine_profile import ASSUMED, Profile
 from tierstore.parallel import Mesh
@@ -28,7 +26,6 @@ def workload_of(setting: Setting, profile: Profile = ASSUMED) -> StepWorkload:
 
 def step_traffic_of(mesh: Mesh, settings: Mapping[str, Any], store: Path) -> dict[str, int]:
     """Bytes that this rank sends in the second step, by collective; those of dense slices apart, as ``dense``."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**settings, "store": store})
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()

@@ -60,7 +60,6 @@ def expected_log(schedule: Schedule, steps: int) -> Log:
 
 def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """Three steps of two micro-batches, with a validation between; depth None: gathered on demand."""
-    torch.set_num_threads(1)
     group, timing = mesh.world, StepTiming(changes.get("timing", "deferred"))
     model = make_model({"n_layers": 4, **changes.get("model", {})})
     config = model.config

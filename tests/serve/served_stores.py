@@ -1,6 +1,6 @@
 """Stores of tiny models to be served, and what opens them. As a program, a tiny store with a tokenizer and a chat template:
 
-PYTHONPATH=tests/hf:tests/train python tests/serve/served_stores.py DIRECTORY
+PYTHONPATH=tests:tests/hf:tests/train python tests/serve/served_stores.py DIRECTORY
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from checkpoints import imported
 from refusals import refuses
 from tiny_families import make_config, plain_model
+from tiny_runs import MODEL, QUIET, RUN, SCHEDULE
 from token_cases import save_tokenizer
 
 from tierstore.config import load
@@ -141,26 +142,15 @@ def make_tiny_store(directory: Path, *, context: int = 512, **options: Any) -> P
 
 #: Twelve experts of 2 layers, of which a step of 16 tokens leaves some out.
 _TRAINED: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
+    **MODEL,
+    **SCHEDULE,
     "host_budget": 8 << 20,
     "steps": 6,
-    "commit_every": 0,
-    "eval_every": 0,
     "eval_batches": 2,
-    "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
-    "model.top_k": 2,
     "data.batch_size": 1,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
 
 

@@ -23,14 +23,6 @@ from tierstore.serve.experts import ServingPhase
 KINDS = (BatchRunner, InvariantRunner)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_layer_leases_an_expert_once(kind: type[BatchRunner]) -> None:
     """Two prompts, two layers: one access a layer for both of them, and so in a step. By hand: top-2 of 8 experts, so

@@ -39,7 +39,6 @@ INVARIANT: Settings = {"batch.invariant": True}
 
 def answers(mesh: Mesh | None, store: Path, settings: Settings) -> Found | None:
     """What a batch computes whose sequences join and leave; on rank 0, which the others follow."""
-    torch.set_num_threads(1)
     with open_served(serve_config(store, settings), mesh) as parts:
         runner = open_runner(parts)
         if mesh is not None and mesh.world.rank:

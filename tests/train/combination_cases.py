@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from rank_cases import TINY
 
 from tierstore.config import load
@@ -119,7 +118,6 @@ def train_features(
     mesh: Mesh, store: Path, settings: Mapping[str, Any], features: frozenset[Feature], model: Path
 ) -> tuple[list[float], int, str, bool]:
     """``STEPS`` steps into ``store``: an ``Outcome``. ``model`` is the checkpoint of an imported one."""
-    torch.set_num_threads(1)
     opening, losses = Opening.CREATE, []
     try:
         config = load(TrainConfig, None, {**settings, "store": store})

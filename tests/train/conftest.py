@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-import torch
 from task_cases import three_tasks, write_texts
+from tiny_runs import MODEL, QUIET, RUN, SCHEDULE
 
 from tierstore._native import ResidencyStats
 from tierstore.config import load
@@ -24,32 +24,15 @@ Settings = Mapping[str, Any]
 RAM = 8 << 20  # holds every tiny model whole
 
 _TINY = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
+    **MODEL,
+    **SCHEDULE,
     "host_budget": RAM,
     "steps": 12,
-    "commit_every": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
-    "model.top_k": 2,
     "data.batch_size": 2,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class MakeConfig(Protocol):

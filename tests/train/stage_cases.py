@@ -37,7 +37,6 @@ def configured(settings: Settings, **changes: Any) -> TrainConfig:
 
 def staged(mesh: Mesh, settings: Settings, steps: int, opening: Opening = Opening.CREATE) -> StageRun:
     """A run to ``steps`` steps in all, committed, validated and sampled."""
-    torch.set_num_threads(1)
     run = StageRun()
     before = sends(mesh)
     with open_session(configured(settings), opening, mesh=mesh) as trainer:
@@ -58,7 +57,6 @@ def spoiled(mesh: Mesh, settings: Settings, where: str, micro: int) -> StageRun:
     """Three steps, of which the second has a loss that is not finite: of micro-batch ``micro``, the last stage's cross
     entropy or ("balance") what balances the first stage's experts.
     """
-    torch.set_num_threads(1)
     run = StageRun()
     with open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer:
         _step(trainer, run)
@@ -136,7 +134,6 @@ def graphs_alive(mesh: Mesh, settings: Settings) -> int:
     """The most micro-batches whose graphs were alive at a time in one step: of each, the experts' node of the first layer is
     watched, which holds what the layer has saved.
     """
-    torch.set_num_threads(1)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
 
@@ -163,7 +160,6 @@ def graphs_alive(mesh: Mesh, settings: Settings) -> int:
 
 def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
     """Two steps on a timeline."""
-    torch.set_num_threads(1)
     file = path.with_name(f"{path.name}.{mesh.world.rank}")
     with (
         open_timeline(file) as sink,
@@ -175,7 +171,6 @@ def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
 
 def dying(mesh: Mesh, settings: Settings, victim: int, passes: int) -> None:
     """Rank ``victim`` is killed by itself at the begin of its pass number ``passes``."""
-    torch.set_num_threads(1)
     with open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer:
         assert trainer.stages is not None
         begin = trainer.stages.during

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launcher import RankFailedError, Ranks
 from rank_cases import TINY, Make, Settings, alone, train
 from refusals import refuses
@@ -156,7 +155,6 @@ def _run(
     mesh: Mesh, settings: Settings, profile: Path
 ) -> tuple[list[float], int, list[int] | None, str, list[int] | None]:
     """Losses and checksum of three steps, the chunks that a resumed run found, AUTO's line, and those of the state."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, **MODEL, **settings, "parallel.profile": str(profile)})
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         losses = [trainer.step().loss for _ in range(3)]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
@@ -57,7 +56,6 @@ def test_by_hand(config: TrainConfig) -> None:
 
 
 def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
-    torch.set_num_threads(1)
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
         return trainer.dense.nbytes
 

@@ -98,7 +98,6 @@ def _stepped(
     mesh: Mesh, settings: Settings, costs: LayerCosts, steps: int, opening: Opening
 ) -> tuple[list[float], int, list[int] | None, str]:
     """Losses, checksum, the number of chunks that is stored, and the line about it, after ``steps`` steps in all."""
-    torch.set_num_threads(1)
     with (
         mock.patch.object(pipelining, "probe", return_value=costs),
         open_session(configured(settings), opening, mesh=mesh) as trainer,
@@ -303,7 +302,6 @@ def test_all_ranks_hold_the_same_costs(ranks: Ranks) -> None:
 
 def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]:
     """Live counts of a run, and those of its trace replayed; the trace's notes; names in the timeline."""
-    torch.set_num_threads(1)
     name = directory / f"rank-{mesh.world.rank}"
     trace, drawn = name.with_suffix(".trace"), name.with_suffix(".json")
     with (
