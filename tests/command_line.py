@@ -48,9 +48,7 @@ def done(*words: object) -> Result:
 def object_of(*words: object) -> dict[str, Any]:
     """The one line that a command prints with ``--json``."""
     (line,) = done(*words, "--json").stdout.splitlines()
-    found = json.loads(line)
-    assert isinstance(found, dict)
-    return found
+    return json.loads(line)
 
 
 def planned(*words: object) -> tuple[int, dict[str, Any], str]:

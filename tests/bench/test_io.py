@@ -263,7 +263,6 @@ def test_two_directories(
     assert [list(path.iterdir()) for path in places] == [[], []]
     best = found["search"][1]["best"]
     point = load_io_point(places[1])
-    assert point is not None
     assert (point.chunk_bytes, point.queue_depth) == (best["block_bytes"], best["depth"])
     assert tune(IoConfig(), places[1]).depth_reason.startswith("measured ")
     document = run.document
@@ -302,7 +301,6 @@ def test_beside_a_fio_and_shown_by_doctor(
     assert ended.value.code == 0
     told = json.loads(capfd.readouterr().out.splitlines()[-1])
     point = load_io_point(places[0])
-    assert point is not None
     assert (told["io_transfer_bytes"], told["io_in_flight_count"]) == (point.chunk_bytes, point.queue_depth)
     assert told["io_tuning"] == f"measured {point.measured}"
     assert told["io_profile"] == str(profile)

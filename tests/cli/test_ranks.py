@@ -36,9 +36,7 @@ def torchrun(*arguments: str | Path, ranks: int = 2, restarts: int = 0) -> list[
 
 
 def last_json(text: str) -> dict[str, object]:
-    found = json.loads(text.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+    return json.loads(text.splitlines()[-1])
 
 
 @dataclass(frozen=True)

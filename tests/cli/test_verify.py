@@ -39,7 +39,6 @@ def run(monkeypatch: pytest.MonkeyPatch, verifier: FakeVerifier, *options: str) 
     monkeypatch.setattr("tierstore.store.parameter_store.verify_all", verifier)
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", "store", *options])
-    assert isinstance(ended.value.code, int)
     return ended.value.code
 
 

@@ -20,5 +20,4 @@ def train(mesh: Mesh, setting: dict[str, Any]) -> Outcome:
 
 def on_ranks(ranks: Ranks, size: int, setting: Setting) -> list[Outcome]:
     """``setting`` over ``size`` ranks: what each saw."""
-    outcomes: list[Outcome] = ranks.run(size, train, asdict(setting))
-    return outcomes
+    return ranks.run(size, train, asdict(setting))

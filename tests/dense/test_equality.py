@@ -114,7 +114,6 @@ def test_clipping_uses_one_norm(ranks: Ranks) -> None:
 
 def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
     setting = Setting(**given)
     model = make_model(setting.model)
@@ -139,7 +138,6 @@ def _fully_sharded(mesh: Mesh, given: dict[str, Any]) -> Outcome:
         optimizer.param_groups[0]["lr"] = LR * (1 + step % 3)
         optimizer.step()
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
         outcome.weights[name] = parameter.full_tensor().detach()
     return outcome
 

@@ -137,8 +137,7 @@ def test_saved_views_follow_their_unit(through: Any, dtype: torch.dtype) -> None
 
     def present(unit: int) -> FusionBuffer:
         asked.append(unit)
-        buffer: FusionBuffer = pool.buffers[1]
-        return buffer
+        return pool.buffers[1]
 
     with saved_by_place(pool, present):
         y = through(own_x, parameter).square().sum()

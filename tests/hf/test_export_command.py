@@ -141,9 +141,7 @@ def train(directory: Path, store: Path, steps: int) -> torch.Tensor:
         module: Any = trainer.model.module
         module.eval()
         with torch.no_grad():
-            logits = module(torch.arange(8)[None] * 5 % 128, use_cache=False).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+            return module(torch.arange(8)[None] * 5 % 128, use_cache=False).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

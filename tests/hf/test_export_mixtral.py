@@ -69,9 +69,7 @@ def trained(directory: Path, steps: int = 5, **changes: Any) -> torch.Tensor:
         model: Any = trainer.model.module
         model.eval()
         with torch.no_grad():
-            logits = model(_TOKENS[:, : given["model.seq_len"]]).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+            return model(_TOKENS[:, : given["model.seq_len"]]).logits
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +91,7 @@ def loaded(directory: Path) -> Any:
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(_TOKENS).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+        return model(_TOKENS).logits
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,7 @@ class Oracle:
         return float(loss.detach())
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits.float()
-        return logits
+        return self.model(input_ids=tokens_BT, use_cache=False).logits.float()
 
 
 def stack_pairs(parts: SessionParts, shape: PairShape, layer: int) -> dict[tuple[str, str], Tensor]:
@@ -192,8 +191,7 @@ def compare(parts: SessionParts, oracle: Oracle, lora: LoraConfig, tolerance: fl
 @torch.no_grad()
 def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
     model.eval()
-    logits: Tensor = model(input_ids=tokens_BT, use_cache=False).logits.float()
-    return logits
+    return model(input_ids=tokens_BT, use_cache=False).logits.float()
 
 
 def load_plain(directory: Path) -> Any:

@@ -244,8 +244,7 @@ def look(tiered: TieredModel) -> list[int]:
     text = tiered.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert math.isfinite(loss_in_evaluation(tiered))
     tiered.model.train()
-    found: list[int] = text[0].tolist()
-    return found
+    return text[0].tolist()
 
 
 def test_what_was_committed_is_there_again(store: Path) -> None:

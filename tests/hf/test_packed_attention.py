@@ -13,7 +13,7 @@ from token_cases import conversation, save_tokenizer, write_lines
 
 from tierstore.hf.model import attention_masks
 from tierstore.train.files import DataConfig, Packing
-from tierstore.train.tokens.data import TokenData, open_data
+from tierstore.train.tokens.data import open_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,8 +103,7 @@ def _as_said(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch
         attention_mask=attention_masks(model.config, positions, torch.float32),
         use_cache=False,
     )
-    logits: torch.Tensor = output.logits
-    return logits
+    return output.logits
 
 
 @pytest.mark.parametrize(
@@ -126,8 +125,7 @@ def test_why_a_cache_is_refused() -> None:
     model = _model("mixtral", "sdpa", **_FAMILIES["mixtral"])
 
     def with_cache(model: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, position_ids=positions).logits
-        return logits
+        return model(input_ids=tokens, position_ids=positions).logits
 
     assert _difference(model, with_cache) > 0.1
 
@@ -165,7 +163,6 @@ def test_packed_documents_have_the_losses_of_separate_ones(name: str, tmp_path: 
     for packing in (Packing.DOCUMENTS, Packing.SEPARATE):
         config = DataConfig(paths=(str(path),), batch_size=1, packing=packing, validation_fraction=0.08)
         data = open_data(config, seq_len=160, vocab_size=300, tokenizer=tokenizer, store=tmp_path / "store")
-        assert isinstance(data, TokenData)
         total, rows = 0.0, len(data.packed.train)
         for step in range(rows):
             batch = data.batch(step)

@@ -66,7 +66,6 @@ def dying_wrapped(mesh: Mesh, whole: Path, settings: Settings, victim: int, pass
         trainer.step()
         trainer.commit()
         stages = trainer.stages
-        assert stages is not None
         begin = stages.during
 
         def during(*arguments: Any) -> Any:

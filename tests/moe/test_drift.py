@@ -36,8 +36,7 @@ def listed(expected: Tensor | None) -> list[float] | None:
     if expected is None:
         return None
     assert torch.equal(expected, expected[:, :, :1].expand_as(expected))
-    rows: list[float] = expected[:, 0, 0].tolist()
-    return rows
+    return expected[:, 0, 0].tolist()
 
 
 def added(drift: StreamDrift, rows: int) -> list[float] | None:

@@ -47,8 +47,7 @@ class OneMore(RMSNorm):
 
 
 def top(router: nn.Module, x_TD: Tensor) -> Tensor:
-    chosen: Tensor = router(x_TD).softmax(-1).topk(TOP_K, dim=-1).indices
-    return chosen
+    return router(x_TD).softmax(-1).topk(TOP_K, dim=-1).indices
 
 
 def half(router: nn.Module, x_TD: Tensor) -> Tensor:

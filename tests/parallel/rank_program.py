@@ -46,8 +46,6 @@ def main(address: str, simulated_device: str | None) -> None:
 def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
     if file not in loaded:
         spec = importlib.util.spec_from_file_location(f"cases_{len(loaded)}", file)
-        assert spec is not None
-        assert spec.loader is not None
         loaded[file] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loaded[file]
         spec.loader.exec_module(loaded[file])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from tiny_runs import MODEL, RUN
@@ -26,8 +26,7 @@ TINY: dict[str, Any] = {
 }
 
 
-class MakeSetting(Protocol):
-    def __call__(self, changes: Mapping[str, Any] | None = None, *, ranks: int = 1) -> Setting: ...
+MakeSetting = Callable[..., Setting]
 
 
 @pytest.fixture

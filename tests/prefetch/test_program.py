@@ -237,8 +237,7 @@ class _Twin:
 
     def _prefetch(self, ahead: Speculation) -> int:
         numbers = self._numbers(ahead.layer, ahead.experts.tolist())
-        taken: int = self._store.cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
-        return taken
+        return self._store.cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
 
     def _numbers(self, layer: int, experts: Sequence[int]) -> np.ndarray[Any, Any]:
         return np.array([self._store.record(f"{layer}.{expert}").number for expert in experts], np.uint32)

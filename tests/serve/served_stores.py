@@ -28,7 +28,6 @@ from tierstore.model.store_schema import expert_key
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.experts import ServingPhase
-from tierstore.serve.experts.slotted import SlottedExperts
 from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.store.format import Group
 from tierstore.timeline import TimelineSink
@@ -88,7 +87,6 @@ def _named_minimum(store: Path, key: str, **settings: Any) -> int:
     with refuses(BudgetError, f"{key}:") as refusal, served_store(store, **settings):
         pass
     found = re.search(r"minimum is (\d+) bytes", str(refusal.value))
-    assert found is not None
     return int(found[1])
 
 
@@ -177,7 +175,6 @@ def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
         parts.experts.begin(ServingPhase.PREFILL, batch.tokens_BT.numel())
         with torch.inference_mode():
             loss = parts.model.run(batch).loss
-        assert loss is not None
         total += float(loss) * batch.counted
         counted += batch.counted
     return total / counted
@@ -187,8 +184,7 @@ def logits_of(parts: ServedParts, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Of a wrapped model, by one pass without a cache."""
     parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
     with torch.inference_mode():
-        logits: torch.Tensor = parts.model.module(input_ids=tokens_BT, use_cache=False).logits
-    return logits
+        return parts.model.module(input_ids=tokens_BT, use_cache=False).logits
 
 
 @contextmanager
@@ -196,7 +192,6 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
     """One bit of an expert's weights on disk is another for as long as this; its key."""
     key = expert_key(layer, expert)
     slot = parts.store.records.live(key).slot(Group.WEIGHTS)
-    assert slot is not None
     at = slot.number * slot.extent.slot_bytes + 77
 
     def flip() -> None:
@@ -215,8 +210,6 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
 
 def memory_choice(parts: ServedParts) -> str:
     """What the device holds now, and why."""
-    assert isinstance(parts.experts, SlottedExperts)
-    assert parts.experts.choice is not None
     return parts.experts.choice.describe()
 
 

@@ -129,9 +129,7 @@ def test_which_tokens_are_visible() -> None:
     """By hand: one row of four tokens, one of two behind two of padding; the last two are this pass's."""
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     found = visible_tokens(mask, 2)
-    assert found is not None
     assert found.int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[0, 0, 1, 0], [0, 0, 1, 1]]]
     padded = visible_tokens(mask, 4)
-    assert padded is not None
     assert padded[1].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert visible_tokens(mask[:1], 1) is None

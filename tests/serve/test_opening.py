@@ -93,7 +93,6 @@ def test_what_missed_steps_cost_is_what_the_formula_says(small: _Trained) -> Non
     """One frame: every expert that is asked for is read, whole where it has missed steps."""
     summary = read_summary(small.store)
     schema = summary.schema(EXPERT_SCHEMA)
-    assert schema is not None
     with open_served(serving(small.store, {"prefetch.depth": 0})) as parts:
         for layer in parts.spec.moe_layers:
             for _ in parts.experts.forward(layer, range(12)):

@@ -69,7 +69,6 @@ def test_a_server_from_start_to_end(store: Path, capsys: pytest.CaptureFixture[s
         process.send_signal(signal.SIGTERM)
         assert "".join(chunk.choices[0].text for chunk in (first, *stream)) == text["text"]
         assert process.wait(PATIENCE_S) == 0
-        assert process.stdout is not None
         totals = json.loads(process.stdout.read().splitlines()[-1])
     ended = totals["stop_requests_count"] + totals["length_requests_count"]
     assert (ended, totals["failed_requests_count"]) == (2, 0)

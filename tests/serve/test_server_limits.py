@@ -200,7 +200,6 @@ def program(pass_s: float, *limits: str) -> Iterator[tuple[subprocess.Popen[str]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     environment.pop("PYTHONSAFEPATH", None)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         try:
             yield process, process.stdout.readline().strip()
         finally:

@@ -104,8 +104,7 @@ _KINDS += [f"{kind}/clean_up_tokenization_spaces" for kind in _KINDS if kind != 
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def _pieces(tokenizer: Any, context: Sequence[int] = ()) -> TokenPieces:

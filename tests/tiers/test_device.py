@@ -131,7 +131,6 @@ def test_a_load_waits_for_what_was_computed_before_its_slot_was_released(
 
     class Stream(_Idle):
         def wait_event(self, event: object) -> None:
-            assert isinstance(event, Event)
             awaited.append(event.reached)
 
     with Engine() as engine, _faked(monkeypatch), monkeypatch.context() as patch:

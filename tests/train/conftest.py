@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from task_cases import three_tasks, write_texts
@@ -35,8 +35,7 @@ _TINY = {
 }
 
 
-class MakeConfig(Protocol):
-    def __call__(self, changes: Settings | None = None) -> TrainConfig: ...
+MakeConfig = Callable[..., TrainConfig]
 
 
 @pytest.fixture
@@ -112,12 +111,10 @@ def least_budget(config: TrainConfig, tmp_path: Path) -> int:
         pass
     assert not (tmp_path / "refused").exists()
     found = re.search(r"minimum is (\d+) bytes", str(refused.value))
-    assert found is not None
     return int(found[1])
 
 
-class Runner(Protocol):
-    def __call__(self, config: TrainConfig, *, stops: tuple[int, ...] = ...) -> Outcome: ...
+Runner = Callable[..., Outcome]
 
 
 @pytest.fixture

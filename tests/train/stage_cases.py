@@ -172,7 +172,6 @@ def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
 def dying(mesh: Mesh, settings: Settings, victim: int, passes: int) -> None:
     """Rank ``victim`` is killed by itself at the begin of its pass number ``passes``."""
     with open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer:
-        assert trainer.stages is not None
         begin = trainer.stages.during
 
         def during(*arguments: Any) -> Any:

@@ -225,7 +225,6 @@ def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None
         train(alone(), job, 2, Opening.RESUME)
     assert (mine / "notes").read_text() == "mine"
     state = held_state(job["store"])
-    assert state is not None
     assert state.ranks == 2
 
 

@@ -136,7 +136,6 @@ def test_budgets_take_no_more_than_memory(spare: int) -> None:
     """
     layered = load(TrainConfig, None, {**TINY, **LAYERED, "host_budget": 0, "memory": 1})
     fixed = fixed_cost(layered, 1000, text=0)
-    assert fixed.boundaries is not None
     one_block = 2 * fixed.boundaries.slot_bytes
     least = least_host_budget(layered, DeviceKind.CPU)
     allowed = fixed.nbytes - fixed.boundary_bytes + one_block + least + spare

@@ -106,7 +106,6 @@ def _stepped(
         while trainer.state.position < steps:
             losses.append(trainer.step().loss)
             trainer.commit()
-        assert trainer.chunks.chosen is not None
         line = trainer.chunks.chosen.describe()
         return losses, trainer.store.records_crc32c(), trainer.state.chunks, line
 
@@ -173,13 +172,11 @@ def test_choice_worked_by_hand() -> None:
     costs = LayerCosts(message=0.5e-3, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)
     control = _control(costs, {"model.compute_dtype": "fp32"})
     control.begin(TrainState(), lambda note: None)
-    assert control.chosen is not None
     assert control.chosen.value.forward == 3
     assert control.chosen.facts["wanted"].forward == 5
     for costs, wanted in ((FREE, 3), (DEAR, 1)):
         control = _control(costs, {})
         control.begin(TrainState(), lambda note: None)
-        assert control.chosen is not None
         assert control.chosen.value == PipelineDegrees(wanted, wanted)
         capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
         assert capped == (wanted == 3)
@@ -210,7 +207,6 @@ def test_parts_as_configured() -> None:
     """Of 6 experts on 2 ranks, 3 chunks are whole experts, 4 to 6 two parts of each, 7 three parts."""
     for degree, parts in ((3, 1), (4, 2), (6, 2), (7, 3), (48, 16)):
         control = PipelineControl(configured({"parallel.pipeline_degree": degree}), _mesh(), Pipelining())
-        assert control.chosen is not None
         assert control.chosen.value == PipelineDegrees(degree, degree, parts)
 
 
@@ -233,7 +229,6 @@ def test_choices_are_made_at_commits_and_noted() -> None:
     assert control.at_commit(7) == [1, 1]
     assert passes.mean_loads() == PassLoads()
     assert told == ["step 0: chunks: 3 forward, 3 backward", "step 7: chunks: 1 forward, 1 backward"]
-    assert control.chosen is not None
     assert control.chosen.reason.startswith(
         "auto: rows since the last commit, costs probed; a layer's passes take "
     )
@@ -272,7 +267,6 @@ def test_where_nothing_travels_nothing_is_chosen() -> None:
         assert control.at_commit(3) is None
     # One expert on a rank: there is nothing to probe for, and it is said.
     only = PipelineControl(configured({}), _mesh(4), Pipelining())
-    assert only.chosen is not None
     assert "1 forward, 1 backward (auto: some rank has at most one expert" in only.chosen.describe()
     assert only.at_commit(1) is None
 

@@ -46,9 +46,7 @@ class Process:
         return (self._directory / "err").read_text()
 
     def summary(self) -> dict[str, Any]:
-        found = json.loads((self._directory / "out").read_text().splitlines()[-1])
-        assert isinstance(found, dict)
-        return found
+        return json.loads((self._directory / "out").read_text().splitlines()[-1])
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss) as written so far, repeated steps included."""

@@ -32,7 +32,6 @@ def _texts(found: list[Any]) -> list[str]:
     """Whole documents, put together of their pieces."""
     texts: list[str] = []
     for piece in found:
-        assert isinstance(piece, TextPiece)
         if piece.begins:
             texts.append("")
         texts[-1] += piece.text
