@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import imported, tensors_of
-from click.testing import CliRunner
+from command_line import object_of
 from launcher import Ranks
 from rank_cases import alone
 from stage_runs import StageRun, merged
@@ -22,7 +21,6 @@ from test_rank_kills import end_of
 from tiny_families import make_config, plain_model
 from wrapped_stage_cases import dying_wrapped, wrapped
 
-from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.adapters import export_adapter
 from tierstore.hf.exporting import export
@@ -233,10 +231,8 @@ def test_an_elastic_run_makes_the_import_over_by_itself(
 
 
 def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None:
-    given = [str(whole("qwen3_moe")), "--to", str(tmp_path / "new"), "--ranks", "2", "--stages", "2"]
-    made = CliRunner().invoke(command, [*given, "--stage-blocks", "1,2", "--json"])
-    assert made.exit_code == 0, made.output
-    assert json.loads(made.stdout.splitlines()[-1])["stages"] == 2
+    given = ("--to", tmp_path / "new", "--ranks", 2, "--stages", 2, "--stage-blocks", "1,2")
+    assert object_of("reshard", whole("qwen3_moe"), *given)["stages"] == 2
     with open_stored(tmp_path / "new", stored_spec(tmp_path / "new")) as stored:
         assert stored.blocks == [range(1), range(1, 3)]
 

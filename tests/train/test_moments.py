@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import object_of
 from refusals import refuses
 
 from tierstore import _native
-from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import expert_key
@@ -171,13 +170,7 @@ def test_an_export_is_caught_up(configure: Make, train: Any) -> None:
 def test_the_command(configure: Make, train: Any, tmp_path: Path) -> None:
     config = configure({"steps": 1})
     train(config)
-    refused = CliRunner().invoke(command, [str(config.store), "--to", str(tmp_path / "new")])
-    assert refused.exit_code == 2
-    assert "expected --ranks, --moments, --embedding or --head" in refused.output
-    options = [str(config.store), "--to", str(tmp_path / "new"), "--moments", "int8", "--json"]
-    made = CliRunner().invoke(command, options)
-    assert made.exit_code == 0, made.output
-    result = json.loads(made.stdout.splitlines()[-1])
+    result = object_of("reshard", config.store, "--to", tmp_path / "new", "--moments", "int8")
     assert (result["moments"], result["ranks"], result["step"]) == ("int8", 1, 1)
     assert {schema.moments for schema in read_schemas(tmp_path / "new")} == {
         MomentFormat.INT8,
