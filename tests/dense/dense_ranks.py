@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dense_cases import Outcome, Setting, train_group
+from launcher import Ranks
 
 from tierstore.parallel import Mesh
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 
 def train(mesh: Mesh, setting: dict[str, Any]) -> Outcome:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launcher import Ranks
 from torch import nn
 
 from tierstore.dense.buckets import GradientExchange, buckets_of
@@ -19,9 +19,6 @@ from tierstore.dense.slices import UnitSlices
 from tierstore.errors import BudgetError
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.store.adamw import AdamWConfig
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 CPU = torch.device("cpu")
 SHAPES = [

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import ADAMW, LR, Outcome, Setting, make_model, piece, train_group
 from dense_ranks import on_ranks
+from launcher import Ranks
 from slowness import mostly_slow
 from torch import Tensor
 
 from tierstore.parallel import Mesh, RankGroup
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 MODELS: dict[str, dict[str, Any]] = {
     "untied": {},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import LR, Setting, backward, make_model, since, slice_model
+from launcher import Ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,9 +16,6 @@ from torch.utils._pytree import tree_leaves
 from tierstore.config import load
 from tierstore.dense import DenseBytes, DenseConfig, DenseTraffic, dense_bytes, unit_layouts
 from tierstore.parallel import Mesh, RankGroup
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 
 class PeakStorage(TorchDispatchMode):

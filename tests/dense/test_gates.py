@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from dense_cases import (
     whole_weights,
 )
 from dense_ranks import on_ranks
+from launcher import Ranks
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
@@ -26,9 +27,6 @@ from tierstore.prefetch import HorizontalQueue, Schedule
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import QueueLimits, Unit
 from tierstore.prefetch.schedule import Reshard as ScheduleReshard
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 HOST = {"optimizer_state": "host"}  # one rank whose parameters are gathered into buffers
 EVERY_PASS = [f"{side}F{unit}" for unit in range(5) for side in "+-"]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import ADAMW, LR, Setting, backward, make_model, slice_model, whole_weights
+from launcher import Ranks
 from torch import Tensor, nn
 
 from tierstore.dense import dense_schemas, recut, unit_layouts
 from tierstore.dense.slices import UnitSlices
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (7,), (40,)]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from launcher import Ranks
 from stored_runs import configuration
 from stored_runs import train as train_stored
 from tiny_families import make_config, plain_model
 
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.parallel import Mesh
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "kept": {},

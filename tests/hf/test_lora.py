@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import imported, save, tensors_of
+from launcher import Ranks
 from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, train_ranks
 from torch import Tensor
 
@@ -30,9 +31,6 @@ from tierstore.train.files import DataConfig, DataFormat, MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.stepping import SessionParts, Stepper
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 RANK, LAYERS = 3, 2
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next")

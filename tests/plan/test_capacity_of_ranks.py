@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from dense_cases import since
+from launcher import Ranks
 from slowness import mostly_slow
+from small_config import SMALL_QWEN3_MOE
 
-from tierstore.config import as_dict, from_dict
+from tierstore.config import as_dict, from_dict, load
+from tierstore.hf.describing import describe_config
+from tierstore.hf.spec import hf_spec
 from tierstore.machine_profile import ASSUMED
+from tierstore.model.config import ComputeDtype
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import Setting, Use, capacity, usage_of
+from tierstore.plan.order import choose_order, in_order
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
 from tierstore.stats import Tier
-from tierstore.train.config import TrainConfig
-from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session
-
-if TYPE_CHECKING:
-    from launcher import Ranks
-from dataclasses import replace
-
-from small_config import SMALL_QWEN3_MOE
-
-from tierstore.config import load
-from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import hf_spec
-from tierstore.model.config import ComputeDtype
-from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.plan.capacity import Use, usage_of
-from tierstore.plan.order import choose_order, in_order
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import budgets, expert_schema, least_host_budget, pair_schema
+from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.footprint import fixed_cost
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 # Plans of several ranks against real ones: what each has on disk and on its device, reads, writes and -------
 

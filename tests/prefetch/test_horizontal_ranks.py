@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import make_model
+from launcher import Ranks
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseConfig, DenseSlices, GatherOnDemand, unit_layouts
@@ -19,9 +20,6 @@ from tierstore.prefetch import HorizontalQueue, PrefetchConfig, Schedule, StepTi
 from tierstore.prefetch.schedule import Window
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import AdamWConfig
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 Log = list[tuple[str, int]]
 
