@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import imported, rewrite, save, tensors_of
 from command_line import done, invoke, object_of
+from conftest_store import flip_bit
 from stored_runs import configuration
 from transformers import AutoModelForCausalLM
 
@@ -50,11 +51,7 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
 def test_a_damaged_record_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     save(tmp_path / "m", "olmoe", torch.bfloat16)
     imported(tmp_path / "m", tmp_path / "s")
-    with open(tmp_path / "s" / "extents" / "expert.weights", "r+b") as file:
-        file.seek(4100)
-        byte = file.read(1)
-        file.seek(4100)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_bit(tmp_path / "s" / "extents" / "expert.weights", 8 * 4100)
     result = invoke("export", tmp_path / "s", "--to", tmp_path / "out")
     assert result.exit_code == 1
     assert "record 'expert." in result.stderr

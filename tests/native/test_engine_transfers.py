@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from child_process import run_python
+from conftest_store import flip_bit
 from effort import share
 from engines import MakeEngine
 from hypothesis import HealthCheck, given, settings
@@ -73,11 +74,7 @@ def test_a_flipped_bit_is_found(
     crcs = native.CrcTable(2)
     engine.wait(engine.write(file, 4096, sections, crcs))
     at = 4096 + (7999 if section == 0 else 8192)
-    with open(file.path, "r+b") as plain:
-        plain.seek(at)
-        byte = plain.read(1)[0]
-        plain.seek(at)
-        plain.write(bytes([byte ^ 16]))
+    flip_bit(Path(file.path), 8 * at + 4)
     good = int(crcs.array()[section])
     ticket = engine.read(file, 4096, sections, crcs)
     follower = engine.fill_zero(sections[0], after=[ticket])

@@ -1,6 +1,6 @@
 """Stores of tiny models to be served, and what opens them. As a program, a tiny store with a tokenizer and a chat template:
 
-PYTHONPATH=tests:tests/hf:tests/train python tests/serve/served_stores.py DIRECTORY
+PYTHONPATH=tests:tests/hf:tests/store:tests/train python tests/serve/served_stores.py DIRECTORY
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from checkpoints import imported
+from conftest_store import flip_bit
 from refusals import refuses
 from tiny_families import make_config, plain_model
 from tiny_runs import MODEL, QUIET, RUN, SCHEDULE
@@ -65,12 +66,8 @@ def served_store(
     store: Path, *, trace: Path | None = None, timeline: TimelineSink | None = None, **settings: Any
 ) -> Iterator[tuple[ServedParts, BatchRunner]]:
     """The store opened, and a runner over it."""
-    threads = torch.get_num_threads()
-    try:
-        with open_served(serve_config(store, **settings), trace=trace, timeline=timeline) as parts:
-            yield parts, open_runner(parts)
-    finally:
-        torch.set_num_threads(threads)
+    with open_served(serve_config(store, **settings), trace=trace, timeline=timeline) as parts:
+        yield parts, open_runner(parts)
 
 
 def least_budget(store: Path) -> int:
@@ -192,20 +189,12 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
     """One bit of an expert's weights on disk is another for as long as this; its key."""
     key = expert_key(layer, expert)
     slot = parts.store.records.live(key).slot(Group.WEIGHTS)
-    at = slot.number * slot.extent.slot_bytes + 77
-
-    def flip() -> None:
-        with open(slot.extent.path, "r+b") as file:
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 4]))
-
-    flip()
+    bit = 8 * (slot.number * slot.extent.slot_bytes + 77) + 2
+    flip_bit(slot.extent.path, bit)
     try:
         yield key
     finally:
-        flip()
+        flip_bit(slot.extent.path, bit)
 
 
 def memory_choice(parts: ServedParts) -> str:
