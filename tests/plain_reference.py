@@ -24,6 +24,26 @@ from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.train.config import ScheduleConfig
 
 
+def plain_expert(shape: ExpertShape, flat: Tensor, x: Tensor) -> Tensor:
+    """One expert of any activation under autograd, by its definition."""
+    views, kind = shape.views(flat), shape.activation
+    if kind is Activation.CLAMPED_SWIGLU:
+        inner = x @ views.inner + views.inner_bias
+        gate, up = inner[:, ::2].clamp(max=shape.limit), inner[:, 1::2].clamp(-shape.limit, shape.limit)
+        return (up + 1) * gate * torch.sigmoid(shape.alpha * gate) @ views.down + views.down_bias
+    inner = x @ views.inner.t()
+    if kind is Activation.GELU:
+        return F.gelu(inner) @ views.down.t()
+    gate, up = inner.chunk(2, dim=-1)
+    gates = {
+        Activation.SWIGLU: F.silu,
+        Activation.GEGLU: F.gelu,
+        Activation.GEGLU_TANH: lambda part: F.gelu(part, approximate="tanh"),
+        Activation.REGLU: F.relu,
+    }
+    return gates[kind](gate) * up @ views.down.t()
+
+
 class PlainExpert(nn.Module):
     """One expert of three (or two) ordinary matrices."""
 

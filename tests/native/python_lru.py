@@ -31,3 +31,10 @@ class PythonLru:
                 victims.append(entry)
                 frames -= candidates.frames(entry)
         return victims
+
+
+class PythonMru(PythonLru):
+    """Evicts what was asked for last; offers all."""
+
+    def select(self, frames, candidates):
+        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -256,16 +257,18 @@ async def test_an_event_loop_awaits_without_threads(
         loop.remove_reader(engine.event_fd())
 
 
+def write_backs(engine: native.Engine, file: native.File, arena: native.Arena, gate: int) -> list[int]:
+    write = partial(engine.write, file, 0, after=[gate], priority=native.Priority.WRITE_BACK)
+    return [write([frame(arena, i)]) for i in range(100)]
+
+
 def test_what_is_demanded_passes_what_is_queued(
     make_engine: MakeEngine, arena: native.Arena, file: native.File, tmp_path: Path, events: Events
 ) -> None:
     """All become ready at once, in order of submission; the event log tells in which order they were done."""
     engine = make_engine(queue_depth=1, io_threads=1, log_path=tmp_path / "log")
     gate = engine.external()
-    queued = [
-        engine.write(file, 0, [frame(arena, i)], after=[gate], priority=native.Priority.WRITE_BACK)
-        for i in range(100)
-    ]
+    queued = write_backs(engine, file, arena, gate)
     demanded = engine.write(file, 4096, [frame(arena, 101)], after=[gate], priority=native.Priority.DEMAND)
     engine.complete_external(gate)
     engine.wait_all([demanded, *queued])
@@ -282,10 +285,7 @@ def test_waiting_for_what_is_speculative_makes_it_urgent(
 ) -> None:
     engine = make_engine(queue_depth=1, io_threads=1, log_path=tmp_path / "log")
     gate = engine.external(priority=native.Priority.SPECULATIVE)
-    queued = [
-        engine.write(file, 0, [frame(arena, i)], after=[gate], priority=native.Priority.WRITE_BACK)
-        for i in range(100)
-    ]
+    queued = write_backs(engine, file, arena, gate)
     reader = engine.read(
         file, 0, [frame(arena, 102)], after=[queued[90]], priority=native.Priority.SPECULATIVE
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_lru import PythonMru
 from refusals import refuses
 
-from tierstore._native import Candidates, Clock, policy_names
+from tierstore._native import Candidates, policy_names
 from tierstore.errors import StorePoisonedError
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.trace.reader import load_trace
@@ -32,31 +33,18 @@ OPTIONS: dict[str, Mapping[str, float | str]] = {
 }
 
 
-class Newest:
-    """Evicts what came last; refuses to go on after ``lasts`` choices."""
+class Newest(PythonMru):
+    """Refuses to go on after ``lasts`` choices."""
 
     def __init__(self, lasts: float = 1e9) -> None:
-        self.order: list[int] = []
+        super().__init__()
         self.left = int(lasts)
-
-    def insert(self, entry: int) -> None:
-        self.order.append(entry)
-
-    def hit(self, entry: int) -> None:
-        self.order.remove(entry)
-        self.order.append(entry)
-
-    def remove(self, entry: int) -> None:
-        self.order.remove(entry)
-
-    def tick(self, clock: Clock) -> None:
-        pass
 
     def select(self, frames: int, candidates: Candidates) -> list[int]:
         if self.left == 0:
             raise ZeroDivisionError("no more choices")
         self.left -= 1
-        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]
+        return super().select(frames, candidates)
 
 
 def tight(configure: Make, least: Least, changes: Mapping[str, Any]) -> TrainConfig:
