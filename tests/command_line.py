@@ -1,7 +1,5 @@
 """The command line in this process, and the smallest run of ``tierstore train``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much the tests try: a bare ``pytest`` a part, ``pytest --hypothesis-profile thorough`` (``.ci/run``) all."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 #: Examples of a property in a thorough run, as tests/conftest.py says.

@@ -5,8 +5,6 @@ root. Each mutation is made in a copy of the tree; those of native code are made
 command given, and taken back. It prints a line for each, and ends with 1 if one was not noticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

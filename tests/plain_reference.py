@@ -6,8 +6,6 @@ First weights are equal, because they are keyed by what they are for. Noise and 
 refused: they are not part of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The documents name every package, every command and every page, and nothing besides; their lines are short."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

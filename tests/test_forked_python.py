@@ -1,7 +1,5 @@
 """A forked process is what a new one would be, apart from its imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

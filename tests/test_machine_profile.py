@@ -1,7 +1,5 @@
 """Profiles of a machine and of its disks."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Names of files are bytes: whatever a command reads or writes may have one that is not UTF-8."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

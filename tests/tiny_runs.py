@@ -1,7 +1,5 @@
 """Settings that the smallest runs have in common, by dotted names; what differs, each test sets itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 RUN: dict[str, Any] = {"device": "cpu", "threads": 1, "commit_every": 0, "io.huge_pages": "off"}

@@ -1,7 +1,5 @@
 """Documents for the tests, made by hand."""
 
-from __future__ import annotations
-
 from tierstore.bench.documents import (
     Better,
     Document,

@@ -1,7 +1,5 @@
 """The comparison: verdicts by hand, Student's quantile against scipy, and how often noise is taken for a change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is refused before anything is measured, and the work directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """bench io: turns and ratios by hand, plans, the choice of the best point, and small runs. No test asserts a speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs through the engine, and through fio: what they move, fio's output and command line. No speed is asserted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

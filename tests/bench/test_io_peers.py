@@ -1,7 +1,5 @@
 """The libraries' cold reads: every byte checked, the absent named, a liar caught."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

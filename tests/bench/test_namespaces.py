@@ -1,7 +1,5 @@
 """Ranks in network namespaces: what is sent takes its time, or the capability says why there are none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

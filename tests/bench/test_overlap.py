@@ -1,7 +1,5 @@
 """bench overlap: its arithmetic by hand, and a tiny run of two real ranks. No test asserts a speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

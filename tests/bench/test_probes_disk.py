@@ -1,7 +1,5 @@
 """The disk probe: what it moves, and that without O_DIRECT it measures the disk all the same. No test asserts a speed."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Latency histograms: a worked example, and any durations against sorting them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a process holds, and whether it grows."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """bench scale: exponents by hand, the structure of what it finds, and how its walk goes. Nothing here asserts a speed."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

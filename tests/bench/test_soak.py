@@ -1,7 +1,5 @@
 """The soak finds nothing where nothing is wrong, through kills; and what was done to the store behind its back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """bench tiers: what the traffic is, what is counted, and small runs of every mode. Nothing here asserts a speed."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import islice
 from pathlib import Path

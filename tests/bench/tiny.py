@@ -1,7 +1,5 @@
 """A benchmark's command at a tiny size: what it printed, saved, and its exit status."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Policies written in Python: the native ones' equals, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every object that a command prints here is checked: each number says its unit in its key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """The contract of the command line: exit statuses, one line on stderr, nothing imported early."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

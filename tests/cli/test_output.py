@@ -1,7 +1,5 @@
 """Tables, progress and the JSON object."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

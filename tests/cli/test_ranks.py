@@ -1,7 +1,5 @@
 """The command under ``torchrun``: real launches, a rank that dies, restarts, and stores of several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

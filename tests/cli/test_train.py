@@ -1,7 +1,5 @@
 """``tierstore train`` as a user sees it: object, table, metrics, timeline, trace, snapshots, resumption."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """tierstore verify, over a fake store."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ r takes pieces r, r + N, ... so that one process adds the very gradients, in the
 has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of ``dense_cases`` on real ranks. A file of its own: ranks load the file of a case under another name."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient buckets: what they hold, and that neither order of arrival nor their size changes a bit."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

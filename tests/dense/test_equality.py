@@ -1,7 +1,5 @@
 """Slices over real ranks against one process, against each other, and against PyTorch's own ``fully_shard``."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory and messages: the formula, what is allocated, and what tensors really take at their peak."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Units of which nothing is trained: no slices, no records, no messages; the passes are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

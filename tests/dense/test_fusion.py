@@ -1,7 +1,5 @@
 """Gathered units: parameters are views of a pool that never grows, and NaN outside of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gates: which passes they report, in which order; and the queue of the schedule behind them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

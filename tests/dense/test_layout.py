@@ -1,7 +1,5 @@
 """The slice index: by hand, and re-cutting against whole arrays."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from effort import share

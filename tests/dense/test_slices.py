@@ -1,7 +1,5 @@
 """A rank's slices: AdamW as torch does it, records of the store, other numbers of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """experiments/guesses.py, end to end on a tiny store, which stays as it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

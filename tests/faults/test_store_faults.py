@@ -4,8 +4,6 @@ The file system between the store and its directory is the tests' own (``faultfs
 system calls, through the kernel.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What ranks run in tests of LoRA, and how one process runs the same."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

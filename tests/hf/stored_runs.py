@@ -1,7 +1,5 @@
 """Runs over an imported store, in this process and in others: a module that a spawned process can import."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

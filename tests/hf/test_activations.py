@@ -1,7 +1,5 @@
 """The estimate of activations against what torch allocates in a training pass of small wrapped models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

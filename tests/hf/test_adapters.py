@@ -1,7 +1,5 @@
 """Adapters as files: the commands that make and merge them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

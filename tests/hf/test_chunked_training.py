@@ -1,7 +1,5 @@
 """Training imported models with their rows in chunks: the bits of one chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of own loops run as they say; in this process, because transformers takes seconds to import."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings

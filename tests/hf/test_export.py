@@ -1,7 +1,5 @@
 """What was imported leaves as it came: the same bytes in every tensor, files that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``tierstore export`` as a user sees it, and what other commands make of an imported store: reshard, verify, gc."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

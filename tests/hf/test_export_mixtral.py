@@ -1,7 +1,5 @@
 """A checkpoint of the built-in model leaves as a Mixtral that computes the same, or the options that forbid it are named."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

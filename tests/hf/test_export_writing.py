@@ -1,7 +1,5 @@
 """safetensors files that were written as streams, read back by the package safetensors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -12,8 +12,6 @@ gradients, several threads      bf16 bit for bit; fp32 within rounding, where tr
 The order in which a source gives experts changes nothing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Guesses of the next layers' experts on wrapped models: each family's own router, and its own rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """HfModel: a transformers model as the trainer steps it, against transformers' own loss, units and buffers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an import writes is what transformers has in memory, for every family; and an import that is cut short goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA of an imported model: peft on transformers' own model is the oracle, from the first step to the exported adapter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A run over an imported store that was killed, and what takes it up again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes that a run with LoRA moves are those that its plan counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

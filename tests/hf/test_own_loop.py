@@ -1,7 +1,5 @@
 """Somebody else's loop over an imported model: the bits of ``tierstore train``, and errors instead of other results."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil

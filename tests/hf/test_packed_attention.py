@@ -1,7 +1,5 @@
 """A packed document has the logits of the document alone, in each family that is said to keep documents apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

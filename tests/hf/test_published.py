@@ -1,7 +1,5 @@
 """Published models by their config.json alone: totals to the last digit, and the shares of experts."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

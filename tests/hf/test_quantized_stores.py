@@ -1,7 +1,5 @@
 """Imports whose experts are kept as codes: what their records hold, what they leave as, what they refuse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What imports, exports, adapters and wrapped models refuse: each error's type, and what it names."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

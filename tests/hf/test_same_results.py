@@ -2,8 +2,6 @@
 torch's AdamW computes.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Stages of imported models one after another in one process: the loss and all gradients of the whole model, in bits."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Imported models with several tasks: one process and two ranks compute the same, and own heads are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

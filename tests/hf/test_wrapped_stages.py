@@ -1,7 +1,5 @@
 """Pipeline stages of imported models on real ranks: the bits of the same data ranks without stages."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable

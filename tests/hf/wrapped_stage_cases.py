@@ -1,7 +1,5 @@
 """What ranks run in tests of pipeline stages of imported models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replays against worked examples, naive caches and bounds; jobs in parallel."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

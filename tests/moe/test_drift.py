@@ -1,7 +1,5 @@
 """What is expected of a stream: averages by hand, and rows that follow their sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The formulas of experts against autograd, and what their flat records hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Guesses of the next layers' experts on the built-in model: an oracle, and what the copies are taken of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The MoE layer against autograd: gradcheck in fp64, a plain loop, and the cases at the edges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One matrix for a norm and a router: where it chooses as they do, and where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

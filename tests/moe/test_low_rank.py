@@ -1,7 +1,5 @@
 """Experts with low-rank pairs against autograd through ``W + scale * B A``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The router: hand-worked choices, losses and capacities; equal bits from equal keys."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

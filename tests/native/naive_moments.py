@@ -2,8 +2,6 @@
 search in a table, the step. Slow and plain; nothing here is the extension's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

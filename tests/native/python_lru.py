@@ -1,7 +1,5 @@
 """LRU as a user would write it in Python."""
 
-from __future__ import annotations
-
 
 class PythonLru:
     def __init__(self, fails_at=-1):

@@ -1,7 +1,5 @@
 """Operations on memory: sums, AdamW over spans that do not match, and the chain read, step, write, read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

@@ -1,7 +1,5 @@
 """Tickets: order, failure, cancelling, waiting, external events, event loops, closing."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Reads, writes and syncs: bytes, padding, checksums, short transfers, errors, poison."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Files: two descriptors, allocation, errors with errno and path."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

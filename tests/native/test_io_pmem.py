@@ -1,7 +1,5 @@
 """Files in memory: what the backend does that no other does. The contract that all share is tested with them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

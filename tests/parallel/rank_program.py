@@ -4,8 +4,6 @@ Arguments: the socket of the test process; where the simulated device was built,
 the socket, receives the ParallelConfig, joins its world through ``launch``, and runs cases until it is sent None.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Tiny configurations, and the settings that a plan makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

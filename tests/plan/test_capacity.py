@@ -1,7 +1,5 @@
 """Bytes by hand, and against real runs: a plan and a run share their arithmetic, and must not disagree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

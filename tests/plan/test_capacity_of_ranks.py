@@ -1,7 +1,5 @@
 """Bytes of several ranks and of low-rank pairs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace

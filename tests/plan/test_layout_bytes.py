@@ -1,7 +1,5 @@
 """The bytes of a plan against those that real ranks send, for each kind of layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

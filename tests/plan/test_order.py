@@ -1,7 +1,5 @@
 """What either order of micro-batches takes, by hand and against real runs; and which one a run gets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step computes and sends, and in how many chunks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from typing import Any

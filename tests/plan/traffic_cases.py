@@ -1,7 +1,5 @@
 """What a plan says of a step, and what ranks really send in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

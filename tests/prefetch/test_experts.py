@@ -1,7 +1,5 @@
 """The expert source: what it speculates on, what it counts, what it charges."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 one order, and the order does not depend on how slow a rank is.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

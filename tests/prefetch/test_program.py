@@ -1,7 +1,5 @@
 """The access program: by hand, and as a live store carries it out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

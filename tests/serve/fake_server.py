@@ -3,8 +3,6 @@
 python tests/serve/fake_server.py [ROOM] [PASS_S] [KEY=VALUE of LimitsConfig ...]
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

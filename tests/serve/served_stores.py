@@ -3,8 +3,6 @@
 PYTHONPATH=tests:tests/hf:tests/store:tests/train python tests/serve/served_stores.py DIRECTORY
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

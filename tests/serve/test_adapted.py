@@ -1,7 +1,5 @@
 """A store whose adapter was trained is served with it, without a merge."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

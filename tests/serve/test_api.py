@@ -1,7 +1,5 @@
 """The server over the fake model, asked by OpenAI's own client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

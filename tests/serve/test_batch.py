@@ -1,7 +1,5 @@
 """Batches: sequences join, go on and leave with the tokens and the bits that are promised; who guesses for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Texts through a runner, replays of their decisions, what caches take, and ``tierstore generate``."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ The products of a window have more rows and round otherwise, so that fp32 and bf
 agree to its precision.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

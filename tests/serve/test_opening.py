@@ -1,7 +1,5 @@
 """Opening a store to serve it: what is refused, what the model computes, what is free at its end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

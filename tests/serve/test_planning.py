@@ -1,7 +1,5 @@
 """Plans of serving: a pass by hand, even routing, and a trace's replay with the very counts of the run that was recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

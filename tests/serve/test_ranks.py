@@ -1,7 +1,5 @@
 """Serving on several ranks: real processes, with the tokens and the bits of one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """``torchrun ... tierstore generate`` and ``serve``: two real ranks over one imported store."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

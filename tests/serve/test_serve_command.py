@@ -1,7 +1,5 @@
 """``tierstore serve`` as users run it: real processes over a tiny imported store, asked by OpenAI's client."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

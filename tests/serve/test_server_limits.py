@@ -1,7 +1,5 @@
 """Limits, keys, clients that leave or hold on, and the end of a server, over the fake model."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import io

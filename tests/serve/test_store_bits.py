@@ -1,7 +1,5 @@
 """Models served from stores against transformers' own ``generate``: the same bits whatever memory and guesses there are."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

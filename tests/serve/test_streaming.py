@@ -1,7 +1,5 @@
 """Streamed text: whole characters, no part of a stop string, and together what was decoded at once."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

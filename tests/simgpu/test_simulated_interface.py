@@ -1,7 +1,5 @@
 """What tierstore asks of a device beside computing: host memory that cannot be pinned, the current device, own loops."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """What a rank with a simulated device trains in tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

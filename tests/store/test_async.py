@@ -1,7 +1,5 @@
 """Awaiting the store from asyncio: others run meanwhile, and cancelling stops the waiting, not the work."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

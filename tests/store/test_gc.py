@@ -1,7 +1,5 @@
 """Garbage: all that a crash leaves goes, all that a commit refers to stays, and what is not known is left alone."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What an opening decides of budgets."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What an open store refuses: the type of each error, what it names, and that nothing has changed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

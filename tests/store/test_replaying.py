@@ -1,7 +1,5 @@
 """Weights of records that have missed steps, in a store that is opened to read: replayed in memory, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

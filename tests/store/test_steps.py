@@ -1,7 +1,5 @@
 """Optimizer steps: one at a time, taken or abandoned as a whole, and never by a store that is left half stepped."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

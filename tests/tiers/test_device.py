@@ -1,7 +1,5 @@
 """The contract of a device tier, for every device here: slots hold what was loaded, gradients land whole."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How each feature of ``tierstore.train.combinations`` is switched on in a tiny run, and what such a run comes to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny runs in this process: a text, a configuration by dotted names, and what a run computed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

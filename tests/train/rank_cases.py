@@ -1,7 +1,5 @@
 """What ranks run in tests of training: module-level functions that ``Ranks.run`` calls on each of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks run in tests of pipeline stages."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """What the ranks of a test of pipeline stages tell of their runs: apart from the cases, so that it can be pickled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

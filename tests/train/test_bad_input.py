@@ -1,7 +1,5 @@
 """What a user can get wrong: one clear line, exit status 2, and nothing created or changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

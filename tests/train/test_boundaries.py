@@ -1,7 +1,5 @@
 """Block inputs come back with their bytes, whatever the budget; what does not fit goes to disk, checked and accounted."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """AUTO's number of chunks by the profile of a machine: what is refused, what it costs, and what ranks choose by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every pair of features: the same bits as without, or rounding within the stated tolerance, or refused with its reason."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A resume with another number of ranks makes the store over, and at every instant one of the two is whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

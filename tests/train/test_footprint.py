@@ -1,7 +1,5 @@
 """What a run takes outside of its budgets: by hand, and what ranks really give their dense parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layer order computes the bits of micro order, with one access of each layer's experts in a pass."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Narrow moments in training: what a step reads and writes, what a store refuses, and conversion between the formats."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

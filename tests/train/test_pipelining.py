@@ -2,8 +2,6 @@
 wholes, and AUTO's choice at commits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

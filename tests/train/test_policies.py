@@ -1,7 +1,5 @@
 """Every policy live: tiny runs under a tight budget compute the same bits and replay to the same counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 ``TIERSTORE_TEST_KILLS`` sets how many kills each storm has (10, by default a part).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Training on several ranks: as one process does, with the same bits however it is held. Kills: test_rank_kills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Whatever happens, ``--resume`` ends in the losses and the checksum of the run that nothing happened to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Pipeline stages: the bits of one process, resumes, refusals, and the death of a stage. Kills: test_rank_kills."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -1,7 +1,5 @@
 """Pipeline stages: which blocks each has, its specification, and the order of its passes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Where a step's time goes: a worked example over texts as the kernel writes them, and real steps that add up."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Steps that somebody else's loop takes: the same bits as the trainer's, and nothing moves before they end."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

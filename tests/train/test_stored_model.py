@@ -1,7 +1,5 @@
 """Whole parameters to the slices of every rank of a layout, and back: every element once, where it belongs."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Batches and losses of several tasks, whose positions follow from the steps alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

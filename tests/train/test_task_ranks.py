@@ -1,7 +1,5 @@
 """Training on tasks, one process and several ranks: the same numbers, kills, resumes, and tasks that come and go."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

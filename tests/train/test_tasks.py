@@ -1,7 +1,5 @@
 """Tasks: their configuration, and which rank computes which rows."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

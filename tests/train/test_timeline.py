@@ -1,7 +1,5 @@
 """The timeline of a real run: what every queue does is on it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

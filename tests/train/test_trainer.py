@@ -1,7 +1,5 @@
 """Steps that must not be taken, and steps that are cut short."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

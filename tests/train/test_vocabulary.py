@@ -1,7 +1,5 @@
 """Which way embedding and head take: bytes by hand, AUTO, what a store has recorded, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

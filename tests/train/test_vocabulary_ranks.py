@@ -2,8 +2,6 @@
 within rounding of gathered tables elsewhere; resumes, other layouts, and what is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What ranks run in tests of training with divided tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rank_cases import TINY, Settings

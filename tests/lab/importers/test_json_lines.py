@@ -1,7 +1,5 @@
 """Routing logs of inference and of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cases import json_lines as lines

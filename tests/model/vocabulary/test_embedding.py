@@ -1,7 +1,5 @@
 """The embedding whose rows are divided over ranks: by hand, and bit for bit against one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

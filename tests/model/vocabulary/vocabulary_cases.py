@@ -1,7 +1,5 @@
 """What ranks run in tests of divided tables: each with its part of the rows and of the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A store of small experts, and device slots over it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

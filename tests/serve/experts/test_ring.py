@@ -1,7 +1,5 @@
 """Ring memory: which layers it holds, what it copies, and that its weights are right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ring memory and chosen experts in turns: the same weights whatever happens, and the same decisions in a replay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

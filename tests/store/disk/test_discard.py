@@ -1,7 +1,5 @@
 """Space that is not needed any more goes back to the file system, and is reserved again before it is used."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The write budget: a token bucket that makes writes wait, and changes nothing else."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokenising once: what is made, found again, made anew, refused, and left by a kill."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """Batches of documents: by hand, each sequence once an epoch, the same after a resume, and shares that add up."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Documents: text, lines of JSON, rows of Parquet; and errors that name file and line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
