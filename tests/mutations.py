@@ -79,7 +79,7 @@ MUTATIONS = [
         "tierstore/store/disk/home.py",
         "        raise OSError(error.errno, error.strerror, str(directory)) from error\n",
         "        del error\n",
-        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+        STORE + "test_a_failed_sync_of_a_directory_poisons",
     ),
     Mutation(
         "a full disk is found out in the middle of an update",
@@ -241,7 +241,7 @@ MUTATIONS = [
         "tierstore/store/committing.py",
         '                fsync_directory(self._parts.drives[number].path / "extents")\n',
         "                pass\n",
-        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+        STORE + "test_a_failed_sync_of_a_directory_poisons",
     ),
     Mutation(
         "a prepared commit keeps nothing",
