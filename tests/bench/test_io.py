@@ -19,15 +19,7 @@ from tiny import TinyBench, bench_status
 
 from tierstore.bench.documents import load_document
 from tierstore.bench.io import FINALISTS, GridPoint, IoBench, choose, grid, jobs, search
-from tierstore.bench.io_load import (
-    IN_FLIGHT_LIMIT,
-    DataFiles,
-    Fio,
-    Pages,
-    Pattern,
-    Sample,
-    TransferKind,
-)
+from tierstore.bench.io_load import IN_FLIGHT_LIMIT, DataFiles, Fio, Pages, Pattern, Sample, TransferKind
 from tierstore.bench.io_turns import (
     JobPlan,
     ProgramComparison,

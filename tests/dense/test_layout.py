@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierstore.dense.config import Fusion
-from tierstore.dense.layout import (
-    Gathered,
-    Narrow,
-    Span,
-    UnitLayout,
-    layouts_of_shapes,
-    recut,
-    unit_layouts,
-)
+from tierstore.dense.layout import Gathered, Narrow, Span, UnitLayout, layouts_of_shapes, recut, unit_layouts
 from tierstore.parallel.layout import TableRows
 
 quick = settings(max_examples=share(40))

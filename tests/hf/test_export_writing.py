@@ -20,13 +20,7 @@ from safetensors.torch import load_file
 
 from tierstore.hf import writing
 from tierstore.hf.checkpoint import Checkpoint, TensorSpec
-from tierstore.hf.writing import (
-    Bytes,
-    StreamFile,
-    new_directory,
-    plan_shards,
-    write_checkpoint,
-)
+from tierstore.hf.writing import Bytes, StreamFile, new_directory, plan_shards, write_checkpoint
 
 _TORCH = {
     "F32": torch.float32,

@@ -18,15 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import (
-    FAMILIES,
-    TOP_KS,
-    FusedExperts,
-    copy_dense,
-    flat_expert,
-    make_config,
-    plain_model,
-)
+from tiny_families import FAMILIES, TOP_KS, FusedExperts, copy_dense, flat_expert, make_config, plain_model
 
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind, experts_modules
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations

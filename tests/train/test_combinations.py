@@ -6,15 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from combination_cases import (
-    STEPS,
-    WORK,
-    Outcome,
-    logical,
-    settings_of,
-    together,
-    train_features,
-)
+from combination_cases import STEPS, WORK, Outcome, logical, settings_of, together, train_features
 from launcher import Ranks
 
 from tierstore.parallel import ExchangeMode

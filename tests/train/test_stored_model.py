@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.parallel.layout import Division, Layout
-from tierstore.train.stored_model import (
-    DenseCut,
-    DenseGroup,
-    DenseParameter,
-    coordinates_of,
-    rank_at,
-)
+from tierstore.train.stored_model import DenseCut, DenseGroup, DenseParameter, coordinates_of, rank_at
 
 
 def whole(*shape: int) -> DenseParameter:
