@@ -227,11 +227,7 @@ def places(tmp_path: Path) -> list[Path]:
 
 
 def test_two_directories(
-    places: list[Path],
-    profile: Path,
-    tmp_path: Path,
-    tiny_bench: TinyBench,
-    monkeypatch: pytest.MonkeyPatch,
+    places: list[Path], profile: Path, tmp_path: Path, tiny_bench: TinyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # without fio
     run = tiny_bench("io", *places, *SMALL, "--backend=threads")

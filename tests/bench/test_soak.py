@@ -61,11 +61,7 @@ def small_soak(
     watch: Callable[[Mapping[str, object]], None] = lambda fields: None,
 ) -> dict[str, Any]:
     bench = SoakBench(
-        directory=place,
-        seconds=seconds,
-        shape=SMALL,
-        kill_every_s=kill_every_s,
-        between_lives=between_lives,
+        directory=place, seconds=seconds, shape=SMALL, kill_every_s=kill_every_s, between_lives=between_lives
     )
     found = soak(bench, Watched(watch))
     assert found.failed == bool(found.figures["failures"])

@@ -72,10 +72,7 @@ def test_a_ring_is_refused_where_experts_have_pairs(tmp_path: Path) -> None:
         store, _ = adapted(tmp_path / "experts", lora, torch.float32)
     for name, value in (("ring.memory", "ring"), ("ring.layers", 1)):
         config = serving(store, {"host_budget": 64 << 20, name: value})
-        with (
-            refuses(ConfigError, f"{name}:", store, "tierstore deploy"),
-            open_served(config),
-        ):
+        with refuses(ConfigError, f"{name}:", store, "tierstore deploy"), open_served(config):
             pass
     with quiet_peft():
         store, _ = adapted(

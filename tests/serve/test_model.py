@@ -71,12 +71,7 @@ def test_padding_is_a_token_of_the_vocabulary(written: dict[str, Any], pad: int)
 
 def test_yarn_stretches_the_context() -> None:
     """Four times the original 32, with ``max_position_embeddings`` as it was; the tokens are those of transformers."""
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     plain, served = wrapped("qwen3_moe", max_position_embeddings=32, rope_parameters=yarn)
     assert served.model.context == 128
     prompts = drawn([100])

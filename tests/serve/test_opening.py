@@ -133,11 +133,7 @@ def test_dense_parameters_are_held_in_the_type_that_passes_need(text: Path, tmp_
 
 def test_several_serve_and_a_trainer_is_told_who(small: _Trained, tmp_path: Path) -> None:
     store = shutil.copytree(small.store, tmp_path / "store")  # it is opened to write, too
-    with (
-        open_served(serving(store)) as one,
-        open_served(serving(store)) as other,
-        reader(store) as (pid, _),
-    ):
+    with open_served(serving(store)) as one, open_served(serving(store)) as other, reader(store) as (pid, _):
         assert mean_loss(one, small.batches) == mean_loss(other, small.batches) == small.loss
         with refuses(StoreInUseError, store, "pid") as refused:
             ParameterStore.open(store, StoreConfig())
@@ -220,10 +216,7 @@ def test_what_is_held_fits_this_machine(small: _Trained) -> None:
     check_memory(*held, DeviceKind.CPU, usable=10 << 20)
     check_memory(*held, DeviceKind.CUDA, usable=8 << 20)
     asked = {"host_budget": 1 << 60}
-    with (
-        refuses(BudgetError, "host_budget:"),
-        open_served(serving(small.store, asked)),
-    ):
+    with refuses(BudgetError, "host_budget:"), open_served(serving(small.store, asked)):
         pass
 
 

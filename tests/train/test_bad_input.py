@@ -29,10 +29,7 @@ SHM = Path("/dev/shm")
 def content(root: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below ``root``: kind and bytes."""
     return {
-        str(path.relative_to(root)): (
-            path.stat().st_mode,
-            path.read_bytes() if path.is_file() else b"",
-        )
+        str(path.relative_to(root)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
         for path in sorted(root.rglob("*"))
     }
 

@@ -41,11 +41,7 @@ def opened(
 ) -> BoundaryStore:
     split = split_boundaries(layers, micros, nbytes, slots * PAGE)
     return open_boundaries(
-        core,
-        ledger or StallLedger(),
-        split,
-        micro_batches=micros,
-        device=torch.device("cpu"),
+        core, ledger or StallLedger(), split, micro_batches=micros, device=torch.device("cpu")
     )
 
 

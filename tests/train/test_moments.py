@@ -39,11 +39,7 @@ WIDE: dict[str, Any] = {
     "prefetch.depth": 0,
 }
 #: Bytes a parameter: read by a forward pass, by a backward pass, and written.
-FORMULA = {
-    MomentFormat.FP32: (4, 12, 12),
-    MomentFormat.BF16: (4, 8, 8),
-    MomentFormat.INT8: (4, 6, 6),
-}
+FORMULA = {MomentFormat.FP32: (4, 12, 12), MomentFormat.BF16: (4, 8, 8), MomentFormat.INT8: (4, 6, 6)}
 
 
 def test_blocks_are_those_of_the_kernels() -> None:
@@ -138,10 +134,7 @@ def test_conversion_between_the_formats(compute: str, configure: Make, train: An
         reshard(tmp_path / f"{name}-again", tmp_path / f"{name}-wide-again", moments=MomentFormat.FP32)
         assert contents(tmp_path / f"{name}-wide-again") == contents(tmp_path / f"{name}-wide")
     moved = replace(
-        config,
-        store=tmp_path / "int8",
-        steps=6,
-        adamw=replace(config.adamw, moments=MomentFormat.INT8),
+        config, store=tmp_path / "int8", steps=6, adamw=replace(config.adamw, moments=MomentFormat.INT8)
     )
     with (
         pytest.warns(UserWarning, match=r"adamw.moments: was fp32, is int8$"),

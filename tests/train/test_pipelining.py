@@ -53,11 +53,7 @@ def configured(settings: Settings) -> TrainConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "expert", "mode"),
-    [
-        *((2, 0, mode) for mode in MODES),
-        (4, 0, "layer order"),
-        (4, 2, "micro-batches, clipped"),
-    ],
+    [*((2, 0, mode) for mode in MODES), (4, 0, "layer order"), (4, 2, "micro-batches, clipped")],
 )
 def test_the_number_of_chunks_changes_no_bit(
     ranks: Ranks, settings: Make, size: int, expert: int, mode: str

@@ -57,11 +57,7 @@ def expected() -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", [*policy_names(), f"{__name__}:Newest"])
 def test_every_policy_computes_the_same_and_replays_exactly(
-    policy: str,
-    configure: Make,
-    least: Least,
-    tmp_path: Path,
-    expected: dict[str, Any],
+    policy: str, configure: Make, least: Least, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
     options = {f"cache.options.{name}": value for name, value in OPTIONS.get(policy, {}).items()}
     config = tight(configure, least, {"cache.policy": policy, **options})

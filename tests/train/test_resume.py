@@ -113,11 +113,7 @@ def agree(process: Process, expected: Expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"clip_norm": 0.3, "data.micro_batches": 2},
-        {"data.micro_batches": 2, "data.micro_order": "layer"},
-    ],
+    [{}, {"clip_norm": 0.3, "data.micro_batches": 2}, {"data.micro_batches": 2, "data.micro_order": "layer"}],
     ids=["immediate", "clip", "layer"],
 )
 def test_killed_at_random_moments(

@@ -101,10 +101,7 @@ def test_by_hand(machine: Machine) -> None:
     assert found.run_queue_s == pytest.approx(0.4)
     assert found.stolen_s == pytest.approx(0.075)
     assert found.threads_s == pytest.approx(0.475)
-    assert found.stalls_s == {
-        Cause.DEMAND_READ: pytest.approx(0.1),
-        Cause.LATE_PREFETCH: pytest.approx(0.2),
-    }
+    assert found.stalls_s == {Cause.DEMAND_READ: pytest.approx(0.1), Cause.LATE_PREFETCH: pytest.approx(0.2)}
     assert found.unaccounted_s == pytest.approx(0.0, abs=1e-6)
     assert (found.torch_cpu_s, found.torch_queued_s) == (pytest.approx(0.6), pytest.approx(0.4))
     assert (found.engine_cpu_s, found.engine_queued_s) == (pytest.approx(0.02), pytest.approx(0.03))

@@ -137,12 +137,7 @@ def open_slotted(
         )
         said: list[str] = []
         served = SlottedExperts(
-            frozen,
-            store.cache.residency,
-            turning,
-            predictor=guessing,
-            chooser=chooser,
-            say=said.append,
+            frozen, store.cache.residency, turning, predictor=guessing, chooser=chooser, say=said.append
         )
         made = Slotted(store, frozen.walk.slots, turning, served, ledger, said)
         yield made

@@ -85,13 +85,7 @@ def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path, opened: Open) -> None:
 
 @pytest.mark.parametrize("packing", [Packing.DOCUMENTS, Packing.SEPARATE, Packing.CONCATENATE])
 def test_each_sequence_once_an_epoch(tmp_path: Path, opened: Open, packing: Packing) -> None:
-    data = opened(
-        _texts(tmp_path / "a.jsonl"),
-        packing=packing,
-        batch_size=3,
-        micro_batches=2,
-        seq_len=24,
-    )
+    data = opened(_texts(tmp_path / "a.jsonl"), packing=packing, batch_size=3, micro_batches=2, seq_len=24)
     count = len(data.packed.train)
     rows: list[tuple[int, ...]] = []
     for step in range(-(-2 * count // 6)):

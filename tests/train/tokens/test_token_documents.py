@@ -105,10 +105,7 @@ def test_lines_of_text_and_chats(tmp_path: Path) -> None:
         ('{"messages": [], "tools": 3}', ("'tools':", "a list", "a number")),
         ('{"messages": [], "tools": "' + "[" * 100_000 + '"}', ("'tools':", "a list in JSON")),
         ('{"text": "\\ud83d"}', ("'text':", "surrogate")),
-        (
-            '{"messages": [{"role": "user", "content": "a\\ude00"}]}',
-            ("'messages':", "surrogate"),
-        ),
+        ('{"messages": [{"role": "user", "content": "a\\ude00"}]}', ("'messages':", "surrogate")),
         (
             '{"messages": [{"role": "user", "content": "a", "x": [{"\\ud83d": 1}]}]}',
             ("'messages':", "surrogate"),
