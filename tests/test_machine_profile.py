@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import theilslopes
 
@@ -178,11 +178,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@settings(
-    deadline=None,
-    max_examples=20,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(20)
 @given(point=POINTS)
 def test_a_point_comes_back(profile: Path, tmp_path: Path, point: IoPoint) -> None:
     assert save_io_point(tmp_path, point) == profile

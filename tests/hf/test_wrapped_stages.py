@@ -12,7 +12,7 @@ from checkpoints import imported, tensors_of
 from command_line import object_of
 from launcher import Ranks
 from rank_cases import alone
-from stage_runs import StageRun, merged
+from stage_runs import merged, same
 from stored_runs import configuration
 from test_export import same as same_tensors
 from test_rank_kills import end_of
@@ -76,14 +76,6 @@ def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 MakeSettings = Callable[..., dict[str, Any]]
-
-
-def same(several: list[StageRun], one: StageRun) -> None:
-    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
-    for rank in several:
-        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
-            assert getattr(rank, name) == getattr(one, name), name
-    assert merged(several) == one.weights
 
 
 #: Family, type, and in what its run differs from the plainest.

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crash_states import Event
-from effort import share
+from effort import share, with_fixtures
 from engines import Events, MakeEngine, frame
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -307,11 +307,7 @@ def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:
     assert resident() - before < 4 << 20
 
 
-@settings(
-    max_examples=share(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(40))
 @given(data=st.data())
 def test_random_graphs_of_copies_match_numpy(make_engine: MakeEngine, data: st.DataObject) -> None:
     """Every copy follows the last ones that touched its two frames: the result is that of program order."""

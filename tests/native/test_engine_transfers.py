@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from child_process import run_python
 from conftest_store import flip_bit
-from effort import share
+from effort import share, with_fixtures
 from engines import MakeEngine
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_crc32c import naive_crc32c
 
@@ -119,11 +119,7 @@ def test_long_vectors_are_continued(
     assert np.array_equal(content_of(source), content)
 
 
-@settings(
-    max_examples=share(25),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(25))
 @given(data=st.data())
 def test_any_offset_size_and_memory_goes_round(
     make_engine: MakeEngine, tmp_path: Path, data: st.DataObject

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from effort import with_fixtures
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
@@ -257,11 +258,7 @@ steps = st.tuples(st.lists(micros, min_size=1, max_size=3), st.sampled_from(["ap
 
 
 @pytest.mark.parametrize("timing", StepTiming)
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(12)
 @given(
     run=st.lists(steps, min_size=1, max_size=4),
     inactive=st.sampled_from(Inactive),

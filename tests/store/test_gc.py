@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from command_line import done, invoke, object_of
 from conftest_store import small_store, step_all
-from hypothesis import HealthCheck, given, settings
+from effort import with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native
@@ -253,11 +254,7 @@ def test_killed_at_any_moment_the_next_one_finishes(
     assert moment > 5
 
 
-@settings(
-    deadline=None,
-    max_examples=8,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(8)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, COUNT - 1), max_size=4), st.booleans()), min_size=1, max_size=6

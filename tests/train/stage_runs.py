@@ -32,3 +32,11 @@ def merged(runs: list[StageRun]) -> Mapping[str, int]:
         for key, crc in run.weights.items():
             assert found.setdefault(key, crc) == crc, key
     return found
+
+
+def same(several: list[StageRun], one: StageRun) -> None:
+    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
+    for rank in several:
+        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
+            assert getattr(rank, name) == getattr(one, name), name
+    assert merged(several) == one.weights

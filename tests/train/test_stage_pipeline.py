@@ -10,7 +10,7 @@ import pytest
 from launcher import Ranks
 from rank_cases import Make, Settings, alone
 from stage_cases import configured, drawn, dying, graphs_alive, spoiled, staged
-from stage_runs import StageRun, merged
+from stage_runs import merged, same
 from test_rank_kills import end_of
 
 from tierstore.errors import StoreFormatError
@@ -35,14 +35,6 @@ MODES: dict[str, Settings] = {
     },
     "moments on disk": {**TIGHT, "dense.optimizer_state": "nvme", "parallel.stage_blocks": (1, 3)},
 }
-
-
-def same(several: list[StageRun], one: StageRun) -> None:
-    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
-    for rank in several:
-        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
-            assert getattr(rank, name) == getattr(one, name), name
-    assert merged(several) == one.weights
 
 
 @pytest.mark.parametrize(

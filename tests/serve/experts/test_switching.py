@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 from slotted import make_store, open_slotted
 
@@ -61,11 +61,7 @@ def passes(draw: st.DrawFn) -> list[tuple[ServingPhase, int, list[tuple[int, lis
     return made
 
 
-@settings(
-    max_examples=share(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(60))
 @given(
     asked=passes(),
     ring=st.integers(0, 4),
