@@ -136,6 +136,14 @@ def fast_path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the profile of disks is, which nothing has written yet."""
+    path = tmp_path / "state/profile.json"
+    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
+    return path
+
+
+@pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 file system of 16 MiB."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):

@@ -171,13 +171,6 @@ POINTS = st.builds(
 )
 
 
-@pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "state/profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
 @with_fixtures(20)
 @given(point=POINTS)
 def test_a_point_comes_back(profile: Path, tmp_path: Path, point: IoPoint) -> None:

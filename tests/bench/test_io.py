@@ -212,13 +212,6 @@ SMALL = ["--size=8MiB", "--minutes=0.001", "--rounds=1", "--records=2", "--recor
 
 
 @pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
-@pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
     made = [tmp_path / name for name in ("one", "two")]
     for path in made:

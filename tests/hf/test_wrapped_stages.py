@@ -1,7 +1,6 @@
 """Pipeline stages of imported models on real ranks: the bits of the same data ranks without stages."""
 
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rank_cases import alone
 from stage_runs import merged, same
 from stored_runs import configuration
 from test_export import same as same_tensors
-from test_rank_kills import end_of
+from test_rank_kills import check_death
 from tiny_families import make_config, plain_model
 from wrapped_stage_cases import dying_wrapped, wrapped
 
@@ -151,10 +150,7 @@ def test_a_stage_is_killed_and_the_resume_ends_in_the_same_bits(
     with ranks.fresh(2, config, tmp_path / "stderr") as world:
         for rank in range(2):
             world.send(rank, dying_wrapped, store, cut, victim, 3)
-        codes = end_of(world)
-    assert codes[victim] == -signal.SIGKILL
-    assert all(code != 0 for code in codes)
-    assert f"rank {victim}" in (tmp_path / "stderr").read_text()
+        check_death(world, victim, tmp_path / "stderr")
     found = ranks.run(2, wrapped, store, cut, 3, stages=2)
     for rank in range(2):
         assert found[rank].losses == expected[rank].losses[1:]  # one step had been committed

@@ -3,8 +3,6 @@
 import errno
 import fcntl
 import os
-import resource
-import signal
 import zlib
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from child_process import run_python
 from conftest_store import flip_bit
 from effort import share, with_fixtures
-from engines import MakeEngine
+from engines import MakeEngine, files_of_at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_crc32c import naive_crc32c
@@ -177,11 +175,8 @@ def test_a_write_that_fails_poisons_the_engine(
     engine: native.Engine, arena: native.Arena, file: native.File
 ) -> None:
     arena.view()[:] = 3
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        # The first 4096 bytes of the write still fit: a short write, whose continuation fails.
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 4096, hard))
+    # The first 4096 bytes of the write still fit: a short write, whose continuation fails.
+    with files_of_at_most((1 << 20) + 4096):
         ticket = engine.write(file, 1 << 20, [scattered(arena, [1, 2], 8192)])
         follower = engine.copy(scattered(arena, [3], 4096), scattered(arena, [1], 4096), after=[ticket])
         for waited in (ticket, follower):
@@ -189,9 +184,6 @@ def test_a_write_that_fails_poisons_the_engine(
                 engine.wait(waited)
             assert error.value.errno == errno.EFBIG
             assert error.value.filename == file.path
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     assert file.path in engine.poisoned
     for refused in (engine.sync(file), engine.write(file, 0, [scattered(arena, [4], 4096)])):
         with pytest.raises(OSError, match="write at offset"):

@@ -71,13 +71,6 @@ POINT = IoPoint(
 )
 
 
-@pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
 def test_built_in_without_a_profile(profile: Path, tmp_path: Path) -> None:
     found = tune(IoConfig(), tmp_path)
     assert (found.chunk_bytes, found.queue_depth) == (1 << 20, 32)

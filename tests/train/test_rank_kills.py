@@ -42,6 +42,14 @@ def end_of(world: World) -> list[int]:
     return [world.exit_code(rank) for rank in range(len(world.pids))]
 
 
+def check_death(world: World, victim: int, said: Path) -> None:
+    """``victim`` was killed, and has ended the others, which name it."""
+    codes = end_of(world)
+    assert codes[victim] == -signal.SIGKILL
+    assert all(code != 0 for code in codes)
+    assert f"rank {victim}" in said.read_text()
+
+
 # At random moments ------------------------------------------------------------------------------------------
 
 LAP = 8

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from launcher import Ranks
 from rank_cases import Make, Settings, alone
 from stage_cases import configured, drawn, dying, graphs_alive, spoiled, staged
 from stage_runs import merged, same
-from test_rank_kills import end_of
+from test_rank_kills import check_death
 
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import ParallelConfig
@@ -170,7 +169,4 @@ def test_the_death_of_a_stage_ends_all_with_its_cause(
     with ranks.fresh(3, ParallelConfig(stages=3, **QUICK), tmp_path / "stderr") as world:
         for rank in range(3):
             world.send(rank, dying, changes, victim, 3)
-        codes = end_of(world)
-    assert codes[victim] == -signal.SIGKILL
-    assert all(code != 0 for code in codes)
-    assert f"rank {victim}" in (tmp_path / "stderr").read_text()
+        check_death(world, victim, tmp_path / "stderr")
