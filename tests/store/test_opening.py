@@ -95,6 +95,7 @@ def test_what_is_configured_wins_each_for_itself(profile: Path, tmp_path: Path) 
 
 
 def test_a_broken_profile_is_said_and_does_no_harm(profile: Path, tmp_path: Path) -> None:
+    profile.parent.mkdir()
     profile.write_text("{")
     found = tune(IoConfig(), tmp_path)
     assert (found.chunk_bytes, found.queue_depth) == (1 << 20, 32)
