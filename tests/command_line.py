@@ -1,7 +1,5 @@
 """The command line in this process, and the smallest run of ``tierstore train``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,9 +46,7 @@ def done(*words: object) -> Result:
 def object_of(*words: object) -> dict[str, Any]:
     """The one line that a command prints with ``--json``."""
     (line,) = done(*words, "--json").stdout.splitlines()
-    found = json.loads(line)
-    assert isinstance(found, dict)
-    return found
+    return json.loads(line)
 
 
 def planned(*words: object) -> tuple[int, dict[str, Any], str]:

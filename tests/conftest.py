@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -55,6 +56,13 @@ def directories_of_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Logs of ``torchrun`` and compiled code: torch would leave both in the system's temporary directory."""
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever a test before has left: on several threads torch's gradient of an index is a sum in any order."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +133,14 @@ def fast_path(tmp_path: Path) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(dir=shared, prefix="tierstore-"))
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the profile of disks is, which nothing has written yet."""
+    path = tmp_path / "state/profile.json"
+    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
+    return path
 
 
 @pytest.fixture

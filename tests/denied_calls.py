@@ -1,7 +1,5 @@
 """Python in a process of its own in which the kernel refuses system calls, as the seccomp filters of containers do."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 

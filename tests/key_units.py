@@ -1,7 +1,5 @@
 """Whether every number of a JSON object says its unit in its key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 #: A key that ends in one of these says its unit, or is one of them without the underscore.

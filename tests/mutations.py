@@ -5,8 +5,6 @@ root. Each mutation is made in a copy of the tree; those of native code are made
 command given, and taken back. It prints a line for each, and ends with 1 if one was not noticed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -81,7 +79,7 @@ MUTATIONS = [
         "tierstore/store/disk/home.py",
         "        raise OSError(error.errno, error.strerror, str(directory)) from error\n",
         "        del error\n",
-        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+        STORE + "test_a_failed_sync_of_a_directory_poisons",
     ),
     Mutation(
         "a full disk is found out in the middle of an update",
@@ -243,7 +241,7 @@ MUTATIONS = [
         "tierstore/store/committing.py",
         '                fsync_directory(self._parts.drives[number].path / "extents")\n',
         "                pass\n",
-        STORE + "test_a_failed_sync_of_a_directory_poisons[0]",
+        STORE + "test_a_failed_sync_of_a_directory_poisons",
     ),
     Mutation(
         "a prepared commit keeps nothing",

@@ -6,8 +6,6 @@ First weights are equal, because they are keyed by what they are for. Noise and 
 refused: they are not part of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +20,26 @@ from tierstore.moe import Activation, FeedForward, NoiseKey, Router, RouterNoise
 from tierstore.moe.config import ExpertShape
 from tierstore.store.adamw import AdamWConfig, Inactive
 from tierstore.train.config import ScheduleConfig
+
+
+def plain_expert(shape: ExpertShape, flat: Tensor, x: Tensor) -> Tensor:
+    """One expert of any activation under autograd, by its definition."""
+    views, kind = shape.views(flat), shape.activation
+    if kind is Activation.CLAMPED_SWIGLU:
+        inner = x @ views.inner + views.inner_bias
+        gate, up = inner[:, ::2].clamp(max=shape.limit), inner[:, 1::2].clamp(-shape.limit, shape.limit)
+        return (up + 1) * gate * torch.sigmoid(shape.alpha * gate) @ views.down + views.down_bias
+    inner = x @ views.inner.t()
+    if kind is Activation.GELU:
+        return F.gelu(inner) @ views.down.t()
+    gate, up = inner.chunk(2, dim=-1)
+    gates = {
+        Activation.SWIGLU: F.silu,
+        Activation.GEGLU: F.gelu,
+        Activation.GEGLU_TANH: lambda part: F.gelu(part, approximate="tanh"),
+        Activation.REGLU: F.relu,
+    }
+    return gates[kind](gate) * up @ views.down.t()
 
 
 class PlainExpert(nn.Module):
@@ -180,6 +198,4 @@ class PlainTrainer:
 
     def expert(self, layer: int, expert: int) -> PlainExpert:
         """One expert of block ``layer``."""
-        mixture = self.model.get_submodule(f"blocks.{layer}.mixture.experts.{expert}")
-        assert isinstance(mixture, PlainExpert)
-        return mixture
+        return self.model.get_submodule(f"blocks.{layer}.mixture.experts.{expert}")

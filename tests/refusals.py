@@ -1,7 +1,5 @@
 """What is refused: the type of the error, and what its message names (keys, options, files, values), not its sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

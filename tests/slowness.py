@@ -1,7 +1,5 @@
 """Parameters of which a few are quick, or not all are tried each time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """tierstore.capabilities: settings resolve as promised; probes answer on made-up machines and on this one."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

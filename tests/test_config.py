@@ -1,7 +1,5 @@
 """tierstore.config: reading, overriding, refusing, and writing back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """Disks under directories and their health, in synthetic /sys and /dev trees and on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tierstore.errors: the tree is the one that its docstring draws, and all of it is exported."""
 
-from __future__ import annotations
-
 import inspect
 
 from tierstore import errors

@@ -1,7 +1,5 @@
 """A forked process is what a new one would be, apart from its imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -75,7 +73,6 @@ def test_what_it_starts_is_forked_and_its_child() -> None:
 def test_its_command_line_is_shown_and_signals_reach_it() -> None:
     program = "import time; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program, "name"], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         shown = Path(f"/proc/{process.pid}/cmdline").read_text().rstrip("\0").split("\0")
         process.terminate()

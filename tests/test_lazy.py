@@ -1,7 +1,5 @@
 """tierstore.lazy: names that are imported on first use."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Limits as configured and as said at the head of a run; over transfers they change times and nothing else."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """tierstore.machine: cgroup limits of both versions on made-up trees, plausible facts of this machine, and the
 account of a process's memory, by hand."""
 
-from __future__ import annotations
-
 import os
 import platform
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Profiles of a machine and of its disks."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, replace
@@ -9,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import theilslopes
 
@@ -173,18 +171,7 @@ POINTS = st.builds(
 )
 
 
-@pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "state/profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
-@settings(
-    deadline=None,
-    max_examples=20,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(20)
 @given(point=POINTS)
 def test_a_point_comes_back(profile: Path, tmp_path: Path, point: IoPoint) -> None:
     assert save_io_point(tmp_path, point) == profile

@@ -1,7 +1,5 @@
 """Names of files are bytes: whatever a command reads or writes may have one that is not UTF-8."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ def test_every_path_of_every_command_is_taken(tmp_path: Path) -> None:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """A directory whose name is not UTF-8, with a configuration and a text."""
-    torch.set_num_threads(1)
     place = tmp_path / f"place{FF}"
     place.mkdir()
     (place / f"text{FF}").write_text(TEXT)

@@ -1,7 +1,5 @@
 """What an output may replace: an earlier one of its kind, and nothing else, by whatever name."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The public interface: what is exported is what docs/API.md lists, and it can be used without a look inside."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum

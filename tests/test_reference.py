@@ -1,7 +1,5 @@
 """The generated pages of the documentation are what the code says."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib.machinery

@@ -1,7 +1,5 @@
 """tierstore.stats: the ledger adds up, counters count, percentiles agree with numpy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

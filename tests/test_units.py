@@ -1,7 +1,5 @@
 """Sizes, durations, the life of a drive, and text."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

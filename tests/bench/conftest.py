@@ -1,7 +1,5 @@
 """Fixtures: a benchmark's command at a tiny size, and files to read and write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,16 +1,6 @@
 """Documents for the tests, made by hand."""
 
-from __future__ import annotations
-
-from tierstore.bench.documents import (
-    Better,
-    Document,
-    MachineFacts,
-    Measurement,
-    counted,
-    derived,
-    measured,
-)
+from tierstore.bench.documents import Better, Document, MachineFacts, Measurement, counted, derived, measured
 
 MACHINE = MachineFacts(
     processor="a <processor>",

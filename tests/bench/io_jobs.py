@@ -1,7 +1,5 @@
 """A small job of ``bench io`` that every file system can run: through the page cache, in small pages."""
 
-from __future__ import annotations
-
 from tierstore.bench.io_load import Job, Pages, TransferKind
 from tierstore.capabilities import Capability
 from tierstore.store.config import IoBackendName

@@ -1,7 +1,5 @@
 """bench cache: the traces by hand, and a tiny run. Nothing here asserts a speed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """--save, --html and --compare of a benchmark, and what ``bench report`` and ``compare`` make of the files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

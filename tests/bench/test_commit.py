@@ -1,7 +1,5 @@
 """bench commit: a tiny run. Nothing here asserts a speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tiny import TinyBench

@@ -1,7 +1,5 @@
 """The document: what is computed from samples, that it survives the disk, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work directory of a benchmark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """bench io: turns and ratios by hand, plans, the choice of the best point, and small runs. No test asserts a speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -223,13 +221,6 @@ SMALL = ["--size=8MiB", "--minutes=0.001", "--rounds=1", "--records=2", "--recor
 
 
 @pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
-@pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
     made = [tmp_path / name for name in ("one", "two")]
     for path in made:
@@ -238,11 +229,7 @@ def places(tmp_path: Path) -> list[Path]:
 
 
 def test_two_directories(
-    places: list[Path],
-    profile: Path,
-    tmp_path: Path,
-    tiny_bench: TinyBench,
-    monkeypatch: pytest.MonkeyPatch,
+    places: list[Path], profile: Path, tmp_path: Path, tiny_bench: TinyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # without fio
     run = tiny_bench("io", *places, *SMALL, "--backend=threads")
@@ -264,7 +251,6 @@ def test_two_directories(
     assert [list(path.iterdir()) for path in places] == [[], []]
     best = found["search"][1]["best"]
     point = load_io_point(places[1])
-    assert point is not None
     assert (point.chunk_bytes, point.queue_depth) == (best["block_bytes"], best["depth"])
     assert tune(IoConfig(), places[1]).depth_reason.startswith("measured ")
     document = run.document
@@ -303,7 +289,6 @@ def test_beside_a_fio_and_shown_by_doctor(
     assert ended.value.code == 0
     told = json.loads(capfd.readouterr().out.splitlines()[-1])
     point = load_io_point(places[0])
-    assert point is not None
     assert (told["io_transfer_bytes"], told["io_in_flight_count"]) == (point.chunk_bytes, point.queue_depth)
     assert told["io_tuning"] == f"measured {point.measured}"
     assert told["io_profile"] == str(profile)

@@ -1,7 +1,5 @@
 """Jobs through the engine, and through fio: what they move, fio's output and command line. No speed is asserted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -229,7 +227,6 @@ def test_a_program_that_is_found_and_run(tmp_path: Path, monkeypatch: pytest.Mon
     script(tmp_path, f'[ "$1" = --version ] && echo fio-9.9 || /bin/cat {RECORDED}')
     monkeypatch.setenv("PATH", str(tmp_path))
     fio = find_fio()
-    assert fio is not None
     assert fio.version == "fio-9.9"
     assert fio.run(MIXED, [tmp_path / "data"], 1 << 20, 0.01).operations == 59
 
@@ -252,7 +249,6 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", list(TransferKind))
 def test_the_real_one(tmp_path: Path, backend: IoBackendName, kind: TransferKind) -> None:
     fio = find_fio()
-    assert fio is not None
     job = Job(kind=kind, block_bytes=64 << 10, depth=2, backend=backend, direct=Capability.OFF)
     with data_files([tmp_path], 4 << 20) as files:
         found = fio.run(job, files.paths, files.nbytes, 0.05)

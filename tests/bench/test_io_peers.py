@@ -1,7 +1,5 @@
 """The libraries' cold reads: every byte checked, the absent named, a liar caught."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +17,7 @@ RECORDS = PeerRecords(count=5, nbytes=256 << 10)
 def test_all_that_are_installed(tmp_path: Path) -> None:
     ticks: list[None] = []
     found, notes = compare_peers(
-        tmp_path,
-        RECORDS,
-        chunk_bytes=64 << 10,
-        queue_depth=4,
-        rounds=2,
-        tick=lambda: ticks.append(None),
+        tmp_path, RECORDS, chunk_bytes=64 << 10, queue_depth=4, rounds=2, tick=lambda: ticks.append(None)
     )
     programs = [series.program for series in found.series]
     assert programs[0] == "tierstore"

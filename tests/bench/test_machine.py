@@ -1,7 +1,5 @@
 """bench machine: a profile measured in a few seconds, whole, readable, and of use to a plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

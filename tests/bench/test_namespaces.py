@@ -1,7 +1,5 @@
 """Ranks in network namespaces: what is sent takes its time, or the capability says why there are none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def test_a_rank_sends_no_faster_than_its_bucket_fills() -> None:
         assert [rank.environment["MASTER_ADDR"] for rank in ranks] == [ranks[0].address] * 2
         one = ranks[0].command([sys.executable, "-c", _RECEIVE])
         with subprocess.Popen(one, stdout=subprocess.PIPE, text=True) as receiver:
-            assert receiver.stdout is not None
             assert receiver.stdout.readline() == "ready\n"
             begun = time.monotonic()
             sender = ranks[1].command([sys.executable, "-c", _SEND, ranks[0].address, str(1 << 20)])

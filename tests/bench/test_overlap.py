@@ -1,7 +1,5 @@
 """bench overlap: its arithmetic by hand, and a tiny run of two real ranks. No test asserts a speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -163,10 +161,7 @@ def test_the_picture_is_the_same_file_twice(tmp_path: Path) -> None:
 def ranks() -> Iterator[RankProcesses]:
     """Two ranks, in network namespaces where there are some. Nothing here fills their buckets."""
     bandwidth = 1 << 20 if probe_namespaces().available else 0
-    with (
-        rank_namespaces(2, bandwidth=bandwidth) as namespaces,
-        RankProcesses(namespaces) as started,
-    ):
+    with rank_namespaces(2, bandwidth=bandwidth) as namespaces, RankProcesses(namespaces) as started:
         yield started
 
 

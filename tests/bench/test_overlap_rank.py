@@ -1,7 +1,5 @@
 """What computes for a synthetic stack: times by its own clock, and slots that stay as they are until it has finished."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

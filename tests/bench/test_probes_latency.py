@@ -1,7 +1,5 @@
 """Summaries of latencies: an example worked by hand, and none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What a process holds, and whether it grows."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -41,10 +39,7 @@ def test_what_is_written_is_counted(tmp_path: Path) -> None:
         file.write(bytes(1 << 20))
         file.flush()
         os.fsync(file.fileno())
-    assert process_bytes()[1] - before in (
-        0,
-        *range(1 << 20, (1 << 20) + (64 << 10)),
-    )  # 0: not on a disk
+    assert process_bytes()[1] - before in (0, *range(1 << 20, (1 << 20) + (64 << 10)))  # 0: not on a disk
 
 
 def test_a_straight_line() -> None:

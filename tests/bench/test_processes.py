@@ -1,7 +1,5 @@
 """Processes that speak JSON by lines: answers, errors, and what is said of one that died."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """What benchmarks refuse before anything is measured."""
 
-from __future__ import annotations
-
 import pytest
 from tiny import RefusedBench
 

@@ -1,7 +1,5 @@
 """The benchmarks' page: whole, with every document, target and plot in it."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 

@@ -1,7 +1,5 @@
 """bench scale: exponents by hand, the structure of what it finds, and how its walk goes. Nothing here asserts a speed."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path
@@ -76,10 +74,6 @@ def test_a_tiny_run(tmp_path: Path, tiny_bench: TinyBench) -> None:
     assert not (tmp_path / "b").exists()
     assert "n **" in found.table
     measurements = found.document.measurements
-    assert {plot.title for plot in plots_of(measurements)} >= {
-        "open",
-        "decide an access, next-use",
-        "verify",
-    }
+    assert {plot.title for plot in plots_of(measurements)} >= {"open", "decide an access, next-use", "verify"}
     assert {one.parameters["of"] for one in measurements if one.name == "exponent"} == COSTS
     assert next(one for one in measurements if one.name == "open").target == 1.0

@@ -1,7 +1,5 @@
 """The soak finds nothing where nothing is wrong, through kills; and what was done to the store behind its back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest_store import flip_bit
 
 from tierstore.bench.harness import Progress
 from tierstore.bench.probes import disk_bytes
@@ -75,11 +74,7 @@ def flip_byte(place: Path, record: int, group: Group, offset: int) -> None:
     index.close()
     schema = SMALL.schema(record)
     at = entry.groups[COMMITTED_GROUPS.index(group)].slot * schema.layout(group).slot_bytes + offset
-    with open(place / "extents" / f"{schema.name}.{group.label}", "r+b") as file:
-        file.seek(at)
-        (value,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([value ^ 0x10]))
+    flip_bit(place / "extents" / f"{schema.name}.{group.label}", 8 * at + 4)
 
 
 # The plan --------------------------------------------------------------------------------------------------
@@ -161,11 +156,7 @@ def test_a_store_over_two_drives(tmp_path: Path) -> None:
         )
         schema = SMALL.schema(record)
         damaged.append(further / "extents" / f"{schema.name}.{group.label}")
-        with open(damaged[0], "r+b") as file:
-            file.seek(location.slot * schema.layout(group).slot_bytes + 77)
-            (value,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([value ^ 0x10]))
+        flip_bit(damaged[0], 8 * (location.slot * schema.layout(group).slot_bytes + 77) + 4)
 
     def over_two(seconds: float, **options: Callable[[int], None]) -> Mapping[str, Any]:
         soak = Soak(place, SMALL, seconds, further=(further,), kill_every_s=0.6, **options)

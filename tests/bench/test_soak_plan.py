@@ -1,7 +1,5 @@
 """The soak's model: by hand, against torch's AdamW, and against a store."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import asdict
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """bench train: tiny runs in RAM and tiered, and in both step orders. No test asserts a speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

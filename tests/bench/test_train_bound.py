@@ -1,7 +1,5 @@
 """The bound of a training step: worked examples, and the clairvoyant bytes against brute force."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,12 +1,10 @@
 """A benchmark's command at a tiny size: what it printed, saved, and its exit status."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from key_units import violations
@@ -37,23 +35,15 @@ class TinyRun:
     document: Document
 
 
-class TinyBench(Protocol):
-    """The fixture ``tiny_bench``."""
-
-    def __call__(self, name: str, *arguments: str | Path, status: int = 0) -> TinyRun: ...
-
-
-class RefusedBench(Protocol):
-    """The fixture ``refused_bench``."""
-
-    def __call__(self, *arguments: str, named: str) -> None: ...
+#: The fixtures ``tiny_bench`` and ``refused_bench``.
+TinyBench = Callable[..., TinyRun]
+RefusedBench = Callable[..., None]
 
 
 def bench_status(*arguments: str | Path) -> int:
     """Runs ``tierstore bench`` and returns its exit status."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *map(str, arguments)])
-    assert isinstance(ended.value.code, int)
     return ended.value.code
 
 

@@ -1,7 +1,5 @@
 """The host cache's settings are checked when they are made."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frame sizes, and the frames that entries take and free."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ list that lacks a ticket lets a transfer overtake what it must follow, and then 
 oracle (a number for each entry) says it is.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 

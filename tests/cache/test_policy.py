@@ -1,13 +1,12 @@
 """Policies written in Python: the native ones' equals, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from python_lru import PythonLru
 
 from tierstore._native import Candidates, Clock, Residency
 from tierstore.cache.policy import PythonPolicy
@@ -18,20 +17,10 @@ from tierstore.trace.replay import replay
 HERE = __name__
 
 
-class Lru:
+class Lru(PythonLru):
     def __init__(self) -> None:
-        self.order: dict[int, None] = {}
+        super().__init__()
         self.ticks: list[Clock] = []
-
-    def insert(self, entry: int) -> None:
-        self.order[entry] = None
-
-    def hit(self, entry: int) -> None:
-        del self.order[entry]
-        self.order[entry] = None
-
-    def remove(self, entry: int) -> None:
-        del self.order[entry]
 
     def tick(self, clock: Clock) -> None:
         self.ticks.append(clock)

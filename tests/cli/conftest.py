@@ -1,19 +1,11 @@
 """Every object that a command prints here is checked: each number says its unit in its key."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 from key_units import violations
 
 from tierstore.cli.output import Output
-
-
-@pytest.fixture
-def unit_violations() -> Callable[[object], list[str]]:
-    """The dotted keys in an object that hold numbers and say no unit."""
-    return lambda value: list(violations(value))
 
 
 @pytest.fixture(autouse=True)

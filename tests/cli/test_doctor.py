@@ -1,7 +1,5 @@
 """tierstore doctor."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shared options, and how they become overrides."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass, field

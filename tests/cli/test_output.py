@@ -1,12 +1,10 @@
 """Tables, progress and the JSON object."""
 
-from __future__ import annotations
-
 import io
 import json
-from collections.abc import Callable
 
 import pytest
+from key_units import violations
 from rich.console import Console
 
 from tierstore.cli.output import Output, OutputMode, ProgressBar, ProgressUnit
@@ -56,10 +54,8 @@ def test_json_output_is_one_line_and_the_rest_goes_to_stderr(capsys: pytest.Capt
         ({"sizes": [1, 2]}, ["sizes"]),
     ],
 )
-def test_numbers_say_their_unit(
-    unit_violations: Callable[[object], list[str]], value: object, wrong: list[str]
-) -> None:
-    assert unit_violations(value) == wrong
+def test_numbers_say_their_unit(value: object, wrong: list[str]) -> None:
+    assert list(violations(value)) == wrong
 
 
 def plain_progress(clock: list[float], interval_s: float) -> tuple[ProgressBar, io.StringIO]:

@@ -1,7 +1,5 @@
 """Passes over a store: what each command shows of them, on a terminal and elsewhere, and what Ctrl-C leaves."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

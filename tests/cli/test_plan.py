@@ -1,7 +1,5 @@
 """``tierstore plan``: what it prints, its exit status, and that it never imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

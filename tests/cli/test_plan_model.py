@@ -1,7 +1,5 @@
 """``tierstore plan --model``: every use of a model that comes with a config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

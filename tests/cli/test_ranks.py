@@ -1,7 +1,5 @@
 """The command under ``torchrun``: real launches, a rank that dies, restarts, and stores of several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,9 +34,7 @@ def torchrun(*arguments: str | Path, ranks: int = 2, restarts: int = 0) -> list[
 
 
 def last_json(text: str) -> dict[str, object]:
-    found = json.loads(text.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+    return json.loads(text.splitlines()[-1])
 
 
 @dataclass(frozen=True)

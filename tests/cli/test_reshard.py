@@ -1,7 +1,5 @@
 """Options of tierstore reshard that do not go together: refused before STORE is opened."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ r takes pieces r, r + N, ... so that one process adds the very gradients, in the
 has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -145,7 +143,6 @@ def whole_weights(model: Transformer, dense: DenseSlices) -> dict[str, Tensor]:
 
 
 def train_group(group: RankGroup, setting: Setting) -> Outcome:
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     freeze(model, setting.trained)
     dense = slice_model(model, group, setting.dense)

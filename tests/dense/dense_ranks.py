@@ -1,16 +1,12 @@
 """Runs of ``dense_cases`` on real ranks. A file of its own: ranks load the file of a case under another name."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dense_cases import Outcome, Setting, train_group
+from launcher import Ranks
 
 from tierstore.parallel import Mesh
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 
 def train(mesh: Mesh, setting: dict[str, Any]) -> Outcome:
@@ -20,5 +16,4 @@ def train(mesh: Mesh, setting: dict[str, Any]) -> Outcome:
 
 def on_ranks(ranks: Ranks, size: int, setting: Setting) -> list[Outcome]:
     """``setting`` over ``size`` ranks: what each saw."""
-    outcomes: list[Outcome] = ranks.run(size, train, asdict(setting))
-    return outcomes
+    return ranks.run(size, train, asdict(setting))

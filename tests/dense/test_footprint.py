@@ -1,13 +1,12 @@
 """Memory and messages: the formula, what is allocated, and what tensors really take at their peak."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import LR, Setting, backward, make_model, since, slice_model
+from launcher import Ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,9 +14,6 @@ from torch.utils._pytree import tree_leaves
 from tierstore.config import load
 from tierstore.dense import DenseBytes, DenseConfig, DenseTraffic, dense_bytes, unit_layouts
 from tierstore.parallel import Mesh, RankGroup
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 
 class PeakStorage(TorchDispatchMode):
@@ -50,7 +46,6 @@ def _measured(mesh: Mesh, given: dict[str, Any]) -> tuple[DenseBytes, DenseTraff
 
 def measured(group: RankGroup, setting: Setting) -> tuple[DenseBytes, DenseTraffic, int]:
     """What is allocated, the messages of a step, and the peak of what one micro-batch allocates beyond that."""
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     dense = slice_model(model, group, setting.dense)
     backward(model, dense, group, setting, 0)

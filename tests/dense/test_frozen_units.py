@@ -1,9 +1,7 @@
 """Units of which nothing is trained: no slices, no records, no messages; the passes are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from dense_cases import (
     whole_weights,
 )
 from dense_ranks import on_ranks
+from launcher import Ranks
 
 from tierstore.cache.access import Phase
 from tierstore.config import load
@@ -30,9 +29,6 @@ from tierstore.prefetch import HorizontalQueue
 from tierstore.prefetch.plan import PrefetchConfig
 from tierstore.prefetch.schedule import unit_schedule
 from tierstore.store import ParameterStore
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 ALIASED: dict[str, Any] = {}
 #: Of three blocks' units: in all of them, in the middle one.

@@ -1,7 +1,5 @@
 """Gathered units: parameters are views of a pool that never grows, and NaN outside of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -137,8 +135,7 @@ def test_saved_views_follow_their_unit(through: Any, dtype: torch.dtype) -> None
 
     def present(unit: int) -> FusionBuffer:
         asked.append(unit)
-        buffer: FusionBuffer = pool.buffers[1]
-        return buffer
+        return pool.buffers[1]
 
     with saved_by_place(pool, present):
         y = through(own_x, parameter).square().sum()

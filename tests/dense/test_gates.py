@@ -1,8 +1,6 @@
 """Gates: which passes they report, in which order; and the queue of the schedule behind them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from dense_cases import (
     whole_weights,
 )
 from dense_ranks import on_ranks
+from launcher import Ranks
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseSlices, GatherOnDemand, Reshard
@@ -26,9 +25,6 @@ from tierstore.prefetch import HorizontalQueue, Schedule
 from tierstore.prefetch.plan import StepTiming
 from tierstore.prefetch.schedule import QueueLimits, Unit
 from tierstore.prefetch.schedule import Reshard as ScheduleReshard
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 HOST = {"optimizer_state": "host"}  # one rank whose parameters are gathered into buffers
 EVERY_PASS = [f"{side}F{unit}" for unit in range(5) for side in "+-"]
@@ -149,7 +145,6 @@ def schedule(
 
 def queued(mesh: Mesh, depth: int, reshard: str, group: RankGroup | None = None) -> Outcome:
     """Training with the queue of the schedule in front of the slices, evaluation in between."""
-    torch.set_num_threads(1)
     group = group or mesh.world
     setting = Setting()
     model = make_model({})

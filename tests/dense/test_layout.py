@@ -1,7 +1,5 @@
 """The slice index: by hand, and re-cutting against whole arrays."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from effort import share
@@ -10,15 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierstore.dense.config import Fusion
-from tierstore.dense.layout import (
-    Gathered,
-    Narrow,
-    Span,
-    UnitLayout,
-    layouts_of_shapes,
-    recut,
-    unit_layouts,
-)
+from tierstore.dense.layout import Gathered, Narrow, Span, UnitLayout, layouts_of_shapes, recut, unit_layouts
 from tierstore.parallel.layout import TableRows
 
 quick = settings(max_examples=share(40))

@@ -1,23 +1,19 @@
 """A rank's slices: AdamW as torch does it, records of the store, other numbers of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import ADAMW, LR, Setting, backward, make_model, slice_model, whole_weights
+from launcher import Ranks
 from torch import Tensor, nn
 
 from tierstore.dense import dense_schemas, recut, unit_layouts
 from tierstore.dense.slices import UnitSlices
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.store import ParameterStore, RecordSchema, StoreConfig
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (7,), (40,)]
@@ -74,7 +70,6 @@ def _open(path: Path, layouts: list[Any], *, create: bool) -> ParameterStore:
 def _steps(group: RankGroup, path: Path, given: dict[str, Any], begin: int, end: int) -> dict[str, Tensor]:
     """Steps ``begin`` to ``end``, from the store at ``path`` unless ``begin`` is 0, with a commit at the end."""
     setting = Setting(**given)
-    torch.set_num_threads(1)
     model = make_model(setting.model)
     dense = slice_model(model, group, setting.dense)
     with _open(path / f"rank{group.rank}", list(dense.layouts), create=begin == 0) as store:

@@ -1,7 +1,5 @@
 """Which experts become one, and what becomes of their columns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

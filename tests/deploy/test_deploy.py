@@ -1,7 +1,5 @@
 """Tiny models all the way: fused, compressed, distilled, placed, measured and deployed; killed, and stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

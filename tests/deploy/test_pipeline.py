@@ -1,7 +1,5 @@
 """The stages one after another, with stages that only count: what is run, found, made again, stopped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Blocks cut into segments."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Algorithm 1 as printed, over the layers of the paper's own evaluation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """What experiments compute from measured times and counts, by hand."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

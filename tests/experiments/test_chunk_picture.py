@@ -1,7 +1,5 @@
 """The picture of a layer's passes, from slices made by hand."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

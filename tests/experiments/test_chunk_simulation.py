@@ -1,7 +1,5 @@
 """Chunks simulated event by event: by hand, and against the closed form."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

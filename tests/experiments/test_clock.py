@@ -1,8 +1,6 @@
 """experiments/clock.py: a graph timed by hand, and what a real step's graph keeps. The graphs of cases are recorded in ranks
 with simulated devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """experiments/layouts.py: its layouts, the device, the fit of overheads, and verdicts. The smoke test runs real ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

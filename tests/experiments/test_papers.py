@@ -1,7 +1,5 @@
 """Published figures beside ours: each within 2 x, or with the term that differs named, and near with it mended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

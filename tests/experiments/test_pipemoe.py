@@ -1,7 +1,5 @@
 """experiments/pipemoe.py: its device, layers, models and scores by hand. The smoke test runs it on real ranks."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

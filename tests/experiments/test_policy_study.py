@@ -1,7 +1,5 @@
 """The study of cache policies: regimes of an npz, traces as they are, and its tables from numbers made by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

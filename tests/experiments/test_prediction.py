@@ -1,7 +1,5 @@
 """The simulated stack: what it would move, how its time answers to its links; and one real case."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each experiment runs at its smallest size, as its documentation calls it, and finds what does not depend on time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

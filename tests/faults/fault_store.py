@@ -4,8 +4,6 @@ Arguments: a directory for the mount, a backend, rules as JSON, and what to do o
 as JSON, the outcome of each step: ``[step, exception type, errno, file, message]`` or ``[step, "ok", ...]``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

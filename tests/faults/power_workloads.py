@@ -1,7 +1,5 @@
 """What stores are put through for the power to fail in the middle of it: commits of every kind, and what follows them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The mutations that prove the fault tests can still be made: ``python tests/mutations.py`` makes them."""
 
-from __future__ import annotations
-
 import pytest
 from mutations import MUTATIONS, ROOT, Mutation
 

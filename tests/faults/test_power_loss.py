@@ -5,8 +5,6 @@ log is that of a file system below the whole store, with the index's writes, nam
 beside this file tries as many states as one likes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

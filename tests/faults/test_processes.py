@@ -1,7 +1,5 @@
 """Clocks that jump, thousands of openings, children, and races for one store."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import closing

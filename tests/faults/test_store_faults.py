@@ -4,8 +4,6 @@ The file system between the store and its directory is the tests' own (``faultfs
 system calls, through the kernel.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -182,8 +180,7 @@ def test_a_failed_write_or_sync_poisons(fs: FaultFs, backend: str, code: int, op
     stands(path, (1,) if file != INDEX else (1, 2))
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_a_failed_sync_of_a_directory_poisons(fs: FaultFs, after: int) -> None:
+def test_a_failed_sync_of_a_directory_poisons(fs: FaultFs) -> None:
     path = made(fs)
     with ParameterStore.open(path, config("uring")) as store:
         store.reserve({"expert": 40})

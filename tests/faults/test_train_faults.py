@@ -1,7 +1,5 @@
 """``tierstore train`` on a drive that fails: one line, its exit status, and a store that resumes as if nothing was."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints of tiny models on disk, and what an import of them must hold: values that tell every tensor from others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

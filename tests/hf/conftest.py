@@ -1,7 +1,5 @@
 """A trained adapter for several tests; transformers warns of much that is no concern of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ranks run in tests of the import."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tierstore.errors import StoreError

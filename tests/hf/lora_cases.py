@@ -1,7 +1,5 @@
 """What ranks run in tests of LoRA, and how one process runs the same."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
@@ -87,14 +85,12 @@ def take(parts: SessionParts, step: int) -> float:
         opened.begin_pass()
         output = parts.model.run(batch(step).of_rank(world.rank, world.size))
         opened.backward(output.objective)
-    assert output.loss is not None
     (loss,) = means([float(output.loss.detach())], world, parts.ledger)
     return loss
 
 
 def train_ranks(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: int, cut: int) -> list[float]:
     """Imports ``source`` frozen, trains ``steps`` steps, opened anew after ``cut`` of them; the losses."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(weights=Weights.FROZEN), mesh=mesh)
     losses = []
     for part in (range(cut), range(cut, steps)):
@@ -106,7 +102,6 @@ def train_ranks(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: 
 
 def ahead_then_on(mesh: Mesh, source: Path, store: Path, lora: LoraConfig, steps: int) -> list[float]:
     """As ``train_ranks``, where the first run ended when rank 1 had prepared its first commit, and rank 0 had not."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(weights=Weights.FROZEN), mesh=mesh)
     with session(store, lora, mesh=mesh, clip=0.2) as parts:
         take(parts, 0)

@@ -1,7 +1,5 @@
 """config.json of six published models, without what does not change a shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PUBLISHED: dict[str, dict[str, Any]] = {

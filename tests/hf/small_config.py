@@ -1,7 +1,5 @@
 """config.json of a small model whose passes can be planned: three layers of eight experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SMALL_QWEN3_MOE: dict[str, Any] = {

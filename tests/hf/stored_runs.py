@@ -1,12 +1,10 @@
 """Runs over an imported store, in this process and in others: a module that a spawned process can import."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
+from tiny_runs import QUIET, RUN, SCHEDULE
 
 from tierstore.config import load
 from tierstore.hf.spec import stored_spec
@@ -18,20 +16,15 @@ from tierstore.train.session import open_session
 RAM = 16 << 20
 
 _TINY: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
+    **SCHEDULE,
     "host_budget": RAM,
-    "commit_every": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_tokens": 0,
     "finetune.seq_len": 24,
     "data.format": "bytes",
     "data.batch_size": 2,
     "schedule.lr": 3e-4,
-    "schedule.warmup_steps": 4,
     "schedule.total_steps": 60,
-    "io.huge_pages": "off",
 }
 
 
@@ -60,7 +53,6 @@ def train(
 
 
 def attempt(settings: Mapping[str, Any], ready: Any) -> None:
-    torch.set_num_threads(1)
     config = configuration(settings)
     ready.set()
     train(config)

@@ -1,7 +1,5 @@
 """The estimate of activations against what torch allocates in a training pass of small wrapped models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -43,7 +41,6 @@ def _peaks(spec: HfSpec) -> tuple[int, int]:
     def train() -> None:
         model.set_step(0)
         objective = model.run(batch).objective
-        assert objective is not None
         objective.backward()  # type: ignore[no-untyped-call]
 
     train()  # gradients are there from now on

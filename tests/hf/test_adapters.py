@@ -1,17 +1,13 @@
 """Adapters as files: the commands that make and merge them."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import imported, tensors_of
-from click.testing import CliRunner
+from command_line import done, invoke, object_of
 from lora_cases import quiet_peft, session, take
 
-from tierstore.cli.main import cli
 from tierstore.errors import ConfigError
 from tierstore.hf.adapters import load_adapter
 from tierstore.hf.exporting import export
@@ -20,15 +16,8 @@ from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.train.stepping import Stepper
 
 
-def call(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result.output
-
-
 def test_what_the_export_of_pairs_says(made: Path, tmp_path: Path) -> None:
-    text = call("export", made / "store", "--to", tmp_path / "adapter", "--adapter", "--json")
-    found = json.loads(text.splitlines()[-1])
+    found = object_of("export", made / "store", "--to", tmp_path / "adapter", "--adapter")
     values = tensors_of(tmp_path / "adapter").values()
     assert found["written_bytes"] == sum(value.nbytes for value in values)
     assert (found["step"], found["tensors"]) == (2, len(values))
@@ -39,7 +28,7 @@ def test_an_adapter_merges_where_it_was_not_trained(made: Path, tmp_path: Path) 
     imported(made / "model", tmp_path / "fresh", weights=Weights.FROZEN)
     notes = export(made / "store", tmp_path / "own").notes
     assert any("merged" in note for note in notes)
-    call("export", tmp_path / "fresh", "--to", tmp_path / "other", "--merge", made / "adapter")
+    done("export", tmp_path / "fresh", "--to", tmp_path / "other", "--merge", made / "adapter")
     own, other, plain = (tensors_of(path) for path in (tmp_path / "own", tmp_path / "other", made / "model"))
     assert own.keys() == other.keys() == plain.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
@@ -58,9 +47,10 @@ def test_pairs_are_not_lost_in_a_reshard(made: Path, tmp_path: Path) -> None:
         take(parts, 0)
         Stepper(parts).commit()
     for store in (tmp_path / "store", made / "store"):
-        text = call("reshard", store, "--to", tmp_path / "two", "--ranks", 2, status=2)
-        assert "lora" in text
-        assert "be resharded" in text
+        refused = invoke("reshard", store, "--to", tmp_path / "two", "--ranks", 2)
+        assert refused.exit_code == 2
+        assert "lora" in refused.stderr
+        assert "be resharded" in refused.stderr
     assert not (tmp_path / "two").exists()
 
 
@@ -70,17 +60,17 @@ def test_the_commands_one_after_another(made: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     store, data = tmp_path / "store", tmp_path / "data.txt"
-    call("import", made / "model", "--store", store, "--frozen")
+    done("import", made / "model", "--store", store, "--frozen")
     data.write_text("some words of a text that says nothing at all\n" * 200)
     tiny = ("--host-budget", "4MB", "--set", "finetune.seq_len=16", "--set", "data.batch_size=2")
     train = ("train", "--store", store, "--data", data, *tiny, "--set", "threads=1")
-    assert "only LoRA trains beside them" in call(*train, "--steps", "2", status=2)
+    assert "only LoRA trains beside them" in invoke(*train, "--steps", "2").stderr
     assert not (store / "tokens").exists()  # refused before anything is tokenised
-    call(*train, "--lora", "2", "--steps", "3")
-    assert "have rank 2, not 3" in call(*train, "--lora", "3", "--steps", "4", "--resume", status=2)
-    call(*train, "--lora", "2", "--steps", "4", "--resume")
-    call("verify", store)
-    call("export", store, "--to", tmp_path / "adapter", "--adapter")
+    done(*train, "--lora", "2", "--steps", "3")
+    assert "have rank 2, not 3" in invoke(*train, "--lora", "3", "--steps", "4", "--resume").stderr
+    done(*train, "--lora", "2", "--steps", "4", "--resume")
+    done("verify", store)
+    done("export", store, "--to", tmp_path / "adapter", "--adapter")
     model = AutoModelForCausalLM.from_pretrained(made / "model")
     with quiet_peft():
         peft.PeftModel.from_pretrained(model, str(tmp_path / "adapter"))

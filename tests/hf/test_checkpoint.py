@@ -1,7 +1,5 @@
 """Headers of safetensors files: what is refused, by hand and by fuzzing, with the package safetensors as the oracle."""
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import json

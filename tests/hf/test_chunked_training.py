@@ -1,22 +1,17 @@
 """Training imported models with their rows in chunks: the bits of one chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
+from launcher import Ranks
 from stored_runs import configuration
 from stored_runs import train as train_stored
 from tiny_families import make_config, plain_model
 
 from tierstore.hf.importing import ImportOptions, import_model
 from tierstore.parallel import Mesh
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "kept": {},
@@ -29,7 +24,6 @@ def _train(
     mesh: Mesh, source: Path, store: Path, settings: Mapping[str, Any]
 ) -> tuple[list[float], int, int]:
     """Imports ``source`` on all ranks and takes three steps, resumed after the second."""
-    torch.set_num_threads(1)
     import_model(source, store, ImportOptions(), mesh=mesh)
     return train_stored(configuration({"store": store, "steps": 3, **settings}), stops=(2,), mesh=mesh)
 

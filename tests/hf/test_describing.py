@@ -1,7 +1,5 @@
 """What configurations say: the totals that were published, to the last digit; and names, without any weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

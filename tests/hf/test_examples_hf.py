@@ -1,7 +1,5 @@
 """The examples of own loops run as they say; in this process, because transformers takes seconds to import."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings
@@ -9,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_families import make_config, plain_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,7 +25,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs an example with arguments; returns the lines that it printed."""
 
     def call(name: str, *arguments: object) -> list[str]:
-        torch.set_num_threads(1)
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers', accelerate's

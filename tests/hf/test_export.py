@@ -1,7 +1,5 @@
 """What was imported leaves as it came: the same bytes in every tensor, files that transformers loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     assert not any(info.values()), info
     with torch.no_grad():
-        logits = model.eval()(torch.arange(24)[None] * 5 % 128).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+        return model.eval()(torch.arange(24)[None] * 5 % 128).logits
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

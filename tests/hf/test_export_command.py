@@ -1,7 +1,5 @@
 """``tierstore export`` as a user sees it, and what other commands make of an imported store: reshard, verify, gc."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,34 +7,20 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import imported, rewrite, save, tensors_of
-from click.testing import CliRunner, Result
+from command_line import done, invoke, object_of
+from conftest_store import flip_bit
+from stored_runs import configuration
 from transformers import AutoModelForCausalLM
 
-from tierstore.cli.main import cli
-from tierstore.config import load
 from tierstore.hf.manifest import Weights
-from tierstore.hf.spec import stored_spec
-from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
-
-
-def call(*arguments: object, status: int = 0) -> Result:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result
-
-
-def object_of(result: Result) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
 
 
 def test_the_object_and_the_text(tmp_path: Path) -> None:
     save(tmp_path / "m", "mixtral", torch.bfloat16)
     imported(tmp_path / "m", tmp_path / "s")
-    result = call("export", tmp_path / "s", "--to", tmp_path / "out", "--max-shard-size", "40kB", "--json")
-    found = object_of(result)
+    found = object_of("export", tmp_path / "s", "--to", tmp_path / "out", "--max-shard-size", "40kB")
     seconds, speed = found.pop("elapsed_s"), found.pop("written_bytes_per_s")
     parts = {part["part"]: part["held_bytes"] for part in found.pop("memory")["parts"]}
     assert parts["reads ahead"] == 16 * parts["an expert, converted"], "the whole of a small store"
@@ -56,7 +40,7 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
         "written_bytes": sum(value.nbytes for value in tensors_of(tmp_path / "m").values()),
         "notes": [],
     }
-    text = call("export", tmp_path / "s", "--to", tmp_path / "wide", "--dtype", "fp32").output
+    text = done("export", tmp_path / "s", "--to", tmp_path / "wide", "--dtype", "fp32").stdout
     assert "mixtral at step 0; wrote" in text
     assert "tensors as fp32" in text
     assert "announced" in text
@@ -65,12 +49,9 @@ def test_the_object_and_the_text(tmp_path: Path) -> None:
 def test_a_damaged_record_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     save(tmp_path / "m", "olmoe", torch.bfloat16)
     imported(tmp_path / "m", tmp_path / "s")
-    with open(tmp_path / "s" / "extents" / "expert.weights", "r+b") as file:
-        file.seek(4100)
-        byte = file.read(1)
-        file.seek(4100)
-        file.write(bytes([byte[0] ^ 1]))
-    result = call("export", tmp_path / "s", "--to", tmp_path / "out", status=1)
+    flip_bit(tmp_path / "s" / "extents" / "expert.weights", 8 * 4100)
+    result = invoke("export", tmp_path / "s", "--to", tmp_path / "out")
+    assert result.exit_code == 1
     assert "record 'expert." in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "s"]
 
@@ -91,7 +72,7 @@ def test_what_came_quantised_is_said_to_leave_in_bf16(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8}))
     imported(tmp_path / "m", tmp_path / "s")
-    found = object_of(call("export", tmp_path / "s", "--to", tmp_path / "out", "--json"))
+    found = object_of("export", tmp_path / "s", "--to", tmp_path / "out")
     assert found["notes"] == [
         "the model came as FP8 and leaves as bf16; quantization_config is removed from config.json"
     ]
@@ -115,14 +96,14 @@ def test_resharded_and_back(family: str, weights: Weights, tmp_path: Path) -> No
         tensors["model.layers.2.enorm.weight"] = torch.randn(32).bfloat16()
         rewrite(tmp_path / "m", tensors)
     imported(tmp_path / "m", tmp_path / "s1", weights=weights)
-    call("reshard", tmp_path / "s1", "--to", tmp_path / "s3", "--ranks", 3)
-    call("reshard", tmp_path / "s3", "--to", tmp_path / "s2", "--ranks", 2, "--expert-ranks", 1)
+    done("reshard", tmp_path / "s1", "--to", tmp_path / "s3", "--ranks", 3)
+    done("reshard", tmp_path / "s3", "--to", tmp_path / "s2", "--ranks", 2, "--expert-ranks", 1)
     for name in ("s1", "s2", "s3"):
         store = tmp_path / name
-        call("verify", store)
-        assert object_of(call("gc", store, "--json"))["left"] == []
+        done("verify", store)
+        assert object_of("gc", store)["left"] == []
         out = tmp_path / f"out-{name}"
-        found = object_of(call("export", store, "--to", out, "--json"))
+        found = object_of("export", store, "--to", out)
         assert found["ranks"] == int(name[1])
         made = tensors_of(out)
         assert made.keys() == tensors.keys()
@@ -133,20 +114,13 @@ def test_resharded_and_back(family: str, weights: Weights, tmp_path: Path) -> No
     ]
 
 
-def train(directory: Path, store: Path, steps: int, **changes: Any) -> torch.Tensor:
+def train(directory: Path, store: Path, steps: int) -> torch.Tensor:
     """Trains the imported model in ``store``; returns its logits of some tokens."""
     text = directory / "text"
     text.write_text("".join(chr(33 + number * number % 90) for number in range(4000)))
     given = {
         "store": store,
-        "device": "cpu",
-        "threads": 1,
         "host_budget": 8 << 20,
-        "steps": steps,
-        "commit_every": 0,
-        "eval_every": 0,
-        "eval_batches": 1,
-        "sample_tokens": 0,
         "finetune.seq_len": 8,
         "finetune.bias_update_speed": 0.5,  # bf16 shows it
         "data.batch_size": 1,
@@ -154,24 +128,15 @@ def train(directory: Path, store: Path, steps: int, **changes: Any) -> torch.Ten
         "schedule.lr": 1e-2,
         "schedule.warmup_steps": 1,
         "schedule.total_steps": 40,
-        "io.huge_pages": "off",
-        **changes,
     }
-    from dataclasses import replace
-
-    config = load(TrainConfig, None, given)
-    spec = stored_spec(store, config.finetune)
-    assert spec is not None
-    with open_session(replace(config, model=spec), Opening.RESUME) as trainer:
+    with open_session(configuration(given), Opening.RESUME) as trainer:
         while trainer.state.position < steps:
             trainer.step()
         trainer.commit()
         module: Any = trainer.model.module
         module.eval()
         with torch.no_grad():
-            logits = module(torch.arange(8)[None] * 5 % 128, use_cache=False).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+            return module(torch.arange(8)[None] * 5 % 128, use_cache=False).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,7 +146,7 @@ def test_a_trained_model_leaves_as_it_is(family: str, dtype: torch.dtype, tmp_pa
     save(tmp_path / "m", family, dtype)
     imported(tmp_path / "m", tmp_path / "s")
     wanted = train(tmp_path, tmp_path / "s", 4)
-    found = object_of(call("export", tmp_path / "s", "--to", tmp_path / "out", "--json"))
+    found = object_of("export", tmp_path / "s", "--to", tmp_path / "out")
     assert found["step"] == 4
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", experts_implementation="grouped_mm").eval()
     assert model.dtype == dtype
@@ -195,8 +160,8 @@ def test_a_trained_model_leaves_as_it_is(family: str, dtype: torch.dtype, tmp_pa
         biases = [name for name in before if name.endswith("e_score_correction_bias")]
         assert biases
         assert not any(torch.equal(before[name], after[name]) for name in biases)
-    call("reshard", tmp_path / "s", "--to", tmp_path / "s2", "--ranks", 2)
-    call("export", tmp_path / "s2", "--to", tmp_path / "out2")
+    done("reshard", tmp_path / "s", "--to", tmp_path / "s2", "--ranks", 2)
+    done("export", tmp_path / "s2", "--to", tmp_path / "out2")
     assert all(torch.equal(value, after[name]) for name, value in tensors_of(tmp_path / "out2").items())
 
 
@@ -207,8 +172,8 @@ def test_training_goes_on_from_a_store_that_was_resharded(tmp_path: Path) -> Non
     for steps in (0, 2):
         if steps:
             train(tmp_path, tmp_path / "s", steps)
-        call("reshard", tmp_path / "s", "--to", tmp_path / f"two{steps}", "--ranks", 2)
-        call("reshard", tmp_path / f"two{steps}", "--to", tmp_path / f"one{steps}", "--ranks", 1)
+        done("reshard", tmp_path / "s", "--to", tmp_path / f"two{steps}", "--ranks", 2)
+        done("reshard", tmp_path / f"two{steps}", "--to", tmp_path / f"one{steps}", "--ranks", 1)
     wanted = train(tmp_path, tmp_path / "s", 4)
     assert torch.equal(train(tmp_path, tmp_path / "one0", 4), wanted)
     assert torch.equal(train(tmp_path, tmp_path / "one2", 4), wanted)

@@ -1,7 +1,5 @@
 """A checkpoint of the built-in model leaves as a Mixtral that computes the same, or the options that forbid it are named."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
@@ -12,12 +10,14 @@ import pytest
 import torch
 from conftest_store import fingerprint, read_only
 from safetensors.torch import load_file
+from test_export import contents
+from tiny_runs import QUIET, RUN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tierstore import _native
 from tierstore.config import load
 from tierstore.errors import ConfigError, StoreFormatError
-from tierstore.hf.exporting import Exported, export
+from tierstore.hf.exporting import export
 from tierstore.hf.mixtral import _units, refusals
 from tierstore.hf.writing import ExportDtype
 from tierstore.model.config import ModelConfig
@@ -35,13 +35,9 @@ from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
 
 _TINY: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
     "host_budget": 8 << 20,
-    "commit_every": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_tokens": 0,
     "model.d_model": 32,
     "model.n_layers": 2,
     "model.n_heads": 4,
@@ -55,7 +51,6 @@ _TINY: dict[str, Any] = {
     "schedule.lr": 2e-2,
     "schedule.warmup_steps": 1,
     "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
 _TOKENS = torch.arange(24)[None] * 7 % 256
 
@@ -72,20 +67,29 @@ def trained(directory: Path, steps: int = 5, **changes: Any) -> torch.Tensor:
         model: Any = trainer.model.module
         model.eval()
         with torch.no_grad():
-            logits = model(_TOKENS[:, : given["model.seq_len"]]).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+            return model(_TOKENS[:, : given["model.seq_len"]]).logits
 
 
-def loaded(directory: Path, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store ``s`` of one rank, and its export ``m``."""
+    directory = tmp_path_factory.mktemp("one")
+    trained(directory)
+    export(directory / "s", directory / "m")
+    return directory
+
+
+def weights_in(directory: Path) -> bytes:
+    return (directory / "model.safetensors").read_bytes()
+
+
+def loaded(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
 
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(_TOKENS).logits
-    assert isinstance(logits, torch.Tensor)
-    return logits
+        return model(_TOKENS).logits
 
 
 @pytest.mark.parametrize(
@@ -118,23 +122,28 @@ def test_a_mixtral_computes_the_same(changes: dict[str, Any], tmp_path: Path) ->
     assert len(done.notes) == tied + noise
 
 
-def test_from_a_read_only_volume(tmp_path: Path) -> None:
-    """Nothing of the source is written, by an export or a reshard: missed steps are replayed elsewhere."""
+def test_missed_steps_are_replayed_and_forgotten(tmp_path: Path) -> None:
+    """Experts that got no token in the last steps export, from a read-only volume, as a store would give them that has
+    caught up. Nothing of the source is written, by an export or a reshard.
+    """
     trained(tmp_path, **{"model.experts": 32})
-    summary = read_summary(tmp_path / "s")
-    assert summary.missed[EXPERT_SCHEMA] > 0
+    assert read_summary(tmp_path / "s").missed[EXPERT_SCHEMA] > 0
     with read_only(tmp_path / "s"):
         before = fingerprint(tmp_path / "s")
-        export(tmp_path / "s", tmp_path / "m")
+        assert export(tmp_path / "s", tmp_path / "m").step == 5
         reshard(tmp_path / "s", tmp_path / "r", Layout(1, 1, 1, 1))
         assert fingerprint(tmp_path / "s") == before
+    tensors = load_file(tmp_path / "m/model.safetensors")
     with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=1 << 20)) as source:
-        kept = load_file(tmp_path / "m/model.safetensors")
-        for number in range(32):  # caught up by a writer: what an update or a fetch of a trained store sees
-            with source.fetch([f"expert.0001.{number:05}"]) as lease:
-                down = kept[f"model.layers.1.block_sparse_moe.experts.{number}.w2.weight"].numpy()
-                flat = lease[f"expert.0001.{number:05}"].view("weight")
-                assert (flat[-down.size :].reshape(down.shape) == down).all()
+        for layer, number in itertools.product(range(2), range(32)):
+            key, name = (
+                f"expert.{layer:04}.{number:05}",
+                f"model.layers.{layer}.block_sparse_moe.experts.{number}",
+            )
+            with source.fetch([key]) as lease:  # caught up by a writer
+                flat = torch.from_numpy(lease[key].copy("weight"))
+            parts = [tensors[f"{name}.{which}.weight"].flatten() for which in ("w1", "w3", "w2")]
+            assert torch.equal(torch.cat(parts), flat), key
         with ParameterStore.open(tmp_path / "r", StoreConfig(host_budget=1 << 20)) as made:
             assert made.records_crc32c() == source.records_crc32c()
 
@@ -207,37 +216,32 @@ def test_bf16_and_fp32(tmp_path: Path) -> None:
     assert loaded(tmp_path / "wide").dtype == torch.float32
 
 
-def test_many_ranks_export_what_one_does(tmp_path: Path) -> None:
-    trained(tmp_path)
-    one = tmp_path / "one"
-    export(tmp_path / "s", one)
-    for ranks, expert_ranks in ((2, 2), (4, 2), (3, 1)):
-        reshard(tmp_path / "s", tmp_path / f"s{ranks}", Layout(1, ranks // expert_ranks, expert_ranks, 1))
-        done = export(tmp_path / f"s{ranks}", tmp_path / f"m{ranks}")
-        assert done.ranks == ranks
-        assert (tmp_path / f"m{ranks}" / "model.safetensors").read_bytes() == (
-            one / "model.safetensors"
-        ).read_bytes()
+@pytest.mark.parametrize(
+    ("layout", "tables"),
+    [
+        (Layout(1, 1, 2, 1), {}),
+        (Layout(1, 2, 2, 1), {}),
+        (Layout(1, 3, 1, 1), {}),
+        (Layout(2, 2, 1, 1), {}),
+        *(
+            (Layout(1, 1, 3, 1), {"embedding": embedding, "head": head})
+            for embedding, head in itertools.product(set(RowPlacement) - {RowPlacement.AUTO}, repeat=2)
+        ),
+    ],
+    ids=str,
+)
+def test_many_ranks_export_what_one_does(
+    one: Path, layout: Layout, tables: dict[str, Any], tmp_path: Path
+) -> None:
+    """Data and expert ranks, pipeline stages, and tables whose rows are divided or not."""
+    reshard(one / "s", tmp_path / "s", layout, **tables)
+    assert export(tmp_path / "s", tmp_path / "m").ranks == layout.world
+    assert weights_in(tmp_path / "m") == weights_in(one / "m")
 
 
-def test_partitioned_tables_export_as_gathered_ones(tmp_path: Path) -> None:
-    trained(tmp_path)
-    export(tmp_path / "s", tmp_path / "one")
-    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
-    for number, (embedding, head) in enumerate(itertools.product(RowPlacement, repeat=2)):
-        if RowPlacement.AUTO in (embedding, head):
-            continue
-        store = tmp_path / f"s{number}"
-        reshard(tmp_path / "s", store, Layout(1, 1, 3, 1), embedding=embedding, head=head)
-        export(store, tmp_path / f"m{number}")
-        assert (tmp_path / f"m{number}" / "model.safetensors").read_bytes() == expected
-
-
-def test_divided_layers_are_made_whole_first(tmp_path: Path) -> None:
-    trained(tmp_path, steps=1)
-    export(tmp_path / "s", tmp_path / "one")
+def test_divided_layers_are_made_whole_first(one: Path, tmp_path: Path) -> None:
     store, target = tmp_path / "divided", tmp_path / "m"
-    reshard(tmp_path / "s", store, Layout(1, 1, 2, 2))
+    reshard(one / "s", store, Layout(1, 1, 2, 2))
     message = (
         f"{store}: made by tensor-parallel ranks; tierstore reshard {store} --to NEW --ranks 1 makes a store that can be "
         "exported"
@@ -247,35 +251,22 @@ def test_divided_layers_are_made_whole_first(tmp_path: Path) -> None:
     assert not target.exists()
     reshard(store, tmp_path / "new", Layout(1, 1, 1, 1))
     export(tmp_path / "new", target)
-    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
-    assert (target / "model.safetensors").read_bytes() == expected
+    assert weights_in(target) == weights_in(one / "m")
 
 
-def test_pipeline_stages_are_exported_as_they_are(tmp_path: Path) -> None:
-    trained(tmp_path, steps=1)
-    export(tmp_path / "s", tmp_path / "one")
-    reshard(tmp_path / "s", tmp_path / "stages", Layout(2, 2, 1, 1))
-    export(tmp_path / "stages", tmp_path / "m")
-    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
-    assert (tmp_path / "m" / "model.safetensors").read_bytes() == expected
-
-
-def test_sharded_it_is_the_same(tmp_path: Path) -> None:
-    trained(tmp_path)
+def test_sharded_it_is_the_same(one: Path, tmp_path: Path) -> None:
     whole: list[tuple[int, int]] = []
-    one = export(tmp_path / "s", tmp_path / "m", progress=lambda done, total: whole.append((done, total)))
-    many = export(tmp_path / "s", tmp_path / "shards", max_shard_bytes=20_000)
-    assert (one.shards, one.nbytes) == (1, many.nbytes)
+    single = export(one / "s", tmp_path / "m", progress=lambda done, total: whole.append((done, total)))
+    many = export(one / "s", tmp_path / "shards", max_shard_bytes=20_000)
+    assert (single.shards, single.nbytes) == (1, many.nbytes)
     assert many.shards > 5
-    assert whole[-1] == (one.nbytes, one.nbytes)
+    assert whole[-1] == (single.nbytes, single.nbytes)
     assert [done for done, _ in whole] == sorted({done for done, _ in whole})
     assert torch.equal(logits_of(loaded(tmp_path / "m")), logits_of(loaded(tmp_path / "shards")))
 
 
-def test_bytes_are_tokens(tmp_path: Path) -> None:
-    trained(tmp_path, steps=1)
-    export(tmp_path / "s", tmp_path / "m")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+def test_bytes_are_tokens(one: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(one / "m")
     text = "Grüße,\n\tthe  store's 中 bytes \x00\x7f !"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
@@ -316,34 +307,3 @@ def test_the_units_are_those_of_the_model(tied: str) -> None:
     model = Transformer(config, InMemoryExperts(config.expert_shape, layers=(), experts=0))
     found = [(name, [tuple(value.shape) for value in parameters]) for name, parameters in model.dense_units()]
     assert [(name, [shape for _, shape in parameters]) for name, parameters in _units(config)] == found
-
-
-def contents(store: Path) -> dict[str, tuple[int, bytes]]:
-    """Size and content of every file of a store, but its lease."""
-    return {
-        str(path.relative_to(store)): (path.stat().st_blocks, path.read_bytes())
-        for path in sorted(store.rglob("*"))
-        if path.is_file() and path.name not in ("lease", "lock.mdb")
-    }
-
-
-def test_missed_steps_are_replayed_and_forgotten(tmp_path: Path) -> None:
-    """Experts that got no token in the last steps export as a store would give them that has caught up."""
-    trained(tmp_path, steps=8, **{"model.experts": 12, "data.batch_size": 1, "model.seq_len": 8})
-    before = contents(tmp_path / "s")
-    done: Exported = export(tmp_path / "s", tmp_path / "m")
-    assert done.step == 8
-    assert contents(tmp_path / "s") == before
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    behind = 0
-    with ParameterStore.open(tmp_path / "s", StoreConfig(host_budget=4 << 20)) as store:
-        for layer in range(2):
-            for expert in range(12):
-                key = f"expert.{layer:04d}.{expert:05d}"
-                behind += store.info(key).step < 8
-                with store.fetch([key]) as lease:
-                    flat = torch.from_numpy(lease[key].copy("weight"))
-                name = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
-                parts = [tensors[f"{name}.{which}.weight"].flatten() for which in ("w1", "w3", "w2")]
-                assert torch.equal(torch.cat(parts), flat), key
-    assert behind

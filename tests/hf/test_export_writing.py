@@ -1,7 +1,5 @@
 """safetensors files that were written as streams, read back by the package safetensors."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import tensors_of
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,13 +21,7 @@ from safetensors.torch import load_file
 
 from tierstore.hf import writing
 from tierstore.hf.checkpoint import Checkpoint, TensorSpec
-from tierstore.hf.writing import (
-    Bytes,
-    StreamFile,
-    new_directory,
-    plan_shards,
-    write_checkpoint,
-)
+from tierstore.hf.writing import Bytes, StreamFile, new_directory, plan_shards, write_checkpoint
 
 _TORCH = {
     "F32": torch.float32,
@@ -56,13 +49,6 @@ def pieces(tensor: TensorSpec, size: int) -> Iterator[Bytes]:
         yield window[: part.size]
 
 
-def read(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Also where they are NaN."""
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
@@ -83,7 +69,7 @@ _SPECS = [
 def test_one_file_is_read_back(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, plan_shards(_SPECS), lambda tensor: pieces(tensor, 5))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    found = read(tmp_path)
+    found = tensors_of(tmp_path)
     assert found.keys() == {spec.name for spec in _SPECS}
     assert all(same_bytes(found[spec.name], values(spec)) for spec in _SPECS)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -104,7 +90,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     assert set(index["weight_map"]) == {spec.name for spec in _SPECS}
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / file)
-    assert all(same_bytes(read(tmp_path)[spec.name], values(spec)) for spec in _SPECS)
+    assert all(same_bytes(tensors_of(tmp_path)[spec.name], values(spec)) for spec in _SPECS)
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own() -> None:
@@ -141,7 +127,7 @@ def test_any_shapes(
             at += tensor.nbytes
     directory = tmp_path_factory.mktemp("any")
     write_checkpoint(directory, shards, lambda tensor: pieces(tensor, 3))
-    found = read(directory)
+    found = tensors_of(directory)
     assert found.keys() == {spec.name for spec in specs}
     assert all(same_bytes(found[spec.name], values(spec)) for spec in specs)
 
@@ -178,7 +164,7 @@ def test_file_systems_without_direct_io(at: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "pwrite", pwrite)
     write_checkpoint(tmp_path, plan_shards(_SPECS), lambda tensor: pieces(tensor, 5))
     assert len(refused) == 1
-    assert all(same_bytes(read(tmp_path)[spec.name], values(spec)) for spec in _SPECS)
+    assert all(same_bytes(tensors_of(tmp_path)[spec.name], values(spec)) for spec in _SPECS)
 
 
 def test_a_failed_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

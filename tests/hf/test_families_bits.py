@@ -12,23 +12,13 @@ gradients, several threads      bf16 bit for bit; fp32 within rounding, where tr
 The order in which a source gives experts changes nothing.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from tiny_families import (
-    FAMILIES,
-    TOP_KS,
-    FusedExperts,
-    copy_dense,
-    flat_expert,
-    make_config,
-    plain_model,
-)
+from tiny_families import FAMILIES, TOP_KS, FusedExperts, copy_dense, flat_expert, make_config, plain_model
 
 from tierstore.hf.experts import ExpertLayer, ExpertLoads, bind, experts_modules
 from tierstore.hf.loading import LoadedModule, build_module, checkpoint_activations
@@ -36,15 +26,6 @@ from tierstore.moe.config import SaveActivations
 
 CASES = [(family, top_k) for family in FAMILIES for top_k in TOP_KS.get(family, (2, 4))]
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """On several threads torch's gradient of an index is a sum in any order: there is no reference."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _tokens() -> torch.Tensor:

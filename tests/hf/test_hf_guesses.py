@@ -1,7 +1,5 @@
 """Guesses of the next layers' experts on wrapped models: each family's own router, and its own rule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -72,7 +70,6 @@ def test_where_layers_add_nothing_every_guess_is_right(family: str) -> None:
     assert sorted(listener.offers) == [(layer, layer + 1) for layer in layers[:-1]]
     for (_, layer), counts in listener.offers.items():
         load = model.loads.by_layer[layer]
-        assert load is not None
         assert counts == load.tolist()
 
 
@@ -92,7 +89,6 @@ def test_no_bit_changes_and_what_is_computed_again_offers_nothing(family: str) -
             model.module.zero_grad()
             listener.passed.clear()
             objective = model.run(batch()).objective
-            assert objective is not None
             offered = dict(listener.offers)
             objective.backward()
             assert listener.offers == offered

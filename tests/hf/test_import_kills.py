@@ -1,7 +1,5 @@
 """An import that is killed at any moment is continued by the same command, and ends in the same records; by ranks too."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

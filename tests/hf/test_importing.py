@@ -1,7 +1,5 @@
 """What an import writes is what transformers has in memory, for every family; and an import that is cut short goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,14 +20,13 @@ from checkpoints import (
     tensors_of,
     write_tokenizer,
 )
-from click.testing import CliRunner
+from command_line import done
 from refusals import refuses
 from stored_runs import configuration
 from tiny_families import make_config, plain_model
 from token_cases import conversation, save_tokenizer, write_lines
 from transformers import AutoTokenizer
 
-from tierstore.cli.checkpoints import import_
 from tierstore.errors import BudgetError, ConfigError, DataError, StoreFormatError
 from tierstore.hf import filling
 from tierstore.hf.filling import READERS, UnitJob
@@ -379,9 +376,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_the_command(source: Path, tmp_path: Path) -> None:
-    run = CliRunner().invoke(import_, [str(source), "--store", str(tmp_path / "s"), "--json"])
-    assert run.exit_code == 0, run.output
-    result = json.loads(run.stdout.splitlines()[-1])
+    run = done("import", source, "--store", tmp_path / "s", "--json")
+    result = json.loads(run.stdout)
     assert result["total_parameters"] == Manifest.read(tmp_path / "s").total_parameters
     assert result["compute"] == ComputeDtype.BF16.value
     assert result["records"] == 16 + 4

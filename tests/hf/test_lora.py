@@ -1,16 +1,17 @@
 """LoRA of an imported model: peft on transformers' own model is the oracle, from the first step to the exported adapter."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import imported, save, tensors_of
+from launcher import Ranks
 from lora_cases import ADAMW, LR, batch, configured, quiet_peft, session, take, train_ranks
+from tiny_families import make_config, plain_model
 from torch import Tensor
 
 from tierstore.capabilities import Capability
@@ -30,9 +31,6 @@ from tierstore.train.files import DataConfig, DataFormat, MicroOrder
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 from tierstore.train.stepping import SessionParts, Stepper
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 RANK, LAYERS = 3, 2
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next")
@@ -75,14 +73,8 @@ class Oracle:
             ours = name.removeprefix("base_model.model.")
             if parameter.requires_grad and ".experts." not in name:
                 parameter.copy_(values[ours])
-        if lora.experts:
-            shape = PairShape.of(parts.config.model.expert_shape, lora)
-            for layer in parts.config.model.moe_layers:
-                stacked = stack_pairs(parts, shape, layer)
-                for name, parameter in self.model.named_parameters():
-                    if f"layers.{layer}." in name and ".experts." in name and ".lora_" in name:
-                        which = "inner" if ".base_layer." in name else "down"
-                        parameter.copy_(stacked[which, "a" if "lora_A" in name else "b"])
+        for name, stacked in stacked_pairs(parts, lora, self.model):
+            self.model.get_parameter(name).copy_(stacked)
 
     def step(self, number: int) -> float:
         given = batch(number)
@@ -98,8 +90,18 @@ class Oracle:
         return float(loss.detach())
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens_BT, use_cache=False).logits.float()
-        return logits
+        return self.model(input_ids=tokens_BT, use_cache=False).logits.float()
+
+
+def stacked_pairs(parts: SessionParts, lora: LoraConfig, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """What each parameter of experts' pairs in peft's ``model`` must be."""
+    shape = PairShape.of(parts.config.model.expert_shape, lora)
+    for layer in parts.config.model.moe_layers if lora.experts else ():
+        stacked = stack_pairs(parts, shape, layer)
+        for name, _ in model.named_parameters():
+            if f"layers.{layer}." in name and ".experts." in name and ".lora_" in name:
+                which = "inner" if ".base_layer." in name else "down"
+                yield name, stacked[which, "a" if "lora_A" in name else "b"]
 
 
 def stack_pairs(parts: SessionParts, shape: PairShape, layer: int) -> dict[tuple[str, str], Tensor]:
@@ -139,19 +141,13 @@ def frozen_stores(tmp_path_factory: pytest.TempPathFactory) -> Any:
         made += 1
         if family not in saved:
             saved[family] = tmp_path_factory.mktemp(family)
-            save_reasonable(saved[family], family)
+            # Its experts matter, and its logits are no larger than those of a trained one.
+            plain_model(make_config(family)).save_pretrained(saved[family])
         store = tmp_path_factory.mktemp("stores") / str(made)
         imported(saved[family], store, weights=Weights.FROZEN, **options)
         return saved[family], store
 
     return make
-
-
-def save_reasonable(directory: Path, family: str) -> None:
-    """A model whose experts matter, and whose logits are no larger than those of a trained one."""
-    from tiny_families import make_config, plain_model
-
-    plain_model(make_config(family)).save_pretrained(directory)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,22 +174,14 @@ def compare(parts: SessionParts, oracle: Oracle, lora: LoraConfig, tolerance: fl
         if parameter.requires_grad:
             difference = (parameter - wanted[f"base_model.model.{name}"]).abs().max()
             assert difference <= tolerance, name
-    if lora.experts:
-        shape = PairShape.of(parts.config.model.expert_shape, lora)
-        for layer in parts.config.model.moe_layers:
-            stacked = stack_pairs(parts, shape, layer)
-            for name, parameter in wanted.items():
-                if f"layers.{layer}." in name and ".experts." in name and ".lora_" in name:
-                    which = "inner" if ".base_layer." in name else "down"
-                    found = stacked[which, "a" if "lora_A" in name else "b"]
-                    assert (found - parameter).abs().max() <= tolerance, name
+    for name, found in stacked_pairs(parts, lora, oracle.model):
+        assert (found - wanted[name]).abs().max() <= tolerance, name
 
 
 @torch.no_grad()
 def logits_of(model: Any, tokens_BT: Tensor) -> Tensor:
     model.eval()
-    logits: Tensor = model(input_ids=tokens_BT, use_cache=False).logits.float()
-    return logits
+    return model(input_ids=tokens_BT, use_cache=False).logits.float()
 
 
 def load_plain(directory: Path) -> Any:

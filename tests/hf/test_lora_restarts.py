@@ -1,14 +1,12 @@
 """A run over an imported store that was killed, and what takes it up again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from checkpoints import imported
+from launcher import Ranks
 from lora_cases import ahead_then_on, configured, take, train_ranks
 from tiny_families import make_config, plain_model
 
@@ -25,9 +23,6 @@ from tierstore.train.resharding import reshard
 from tierstore.train.session import open_parts
 from tierstore.train.setup import Loop
 from tierstore.train.stepping import Stepper
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 LORA = LoraConfig(rank=2)
 

@@ -1,7 +1,5 @@
 """The bytes that a run with LoRA moves are those that its plan counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +47,6 @@ def test_bytes_of_a_step(tmp_path: Path, use: Use, targets: LoraTargets) -> None
     config = configured(tmp_path / "store", lora, clip=1.0)
     finetune = FinetuneConfig(seq_len=TOKENS, aux_loss_weight=0.0)
     spec = stored_spec(tmp_path / "store", finetune)
-    assert spec is not None
     budget = 6 * least_host_budget(config, DeviceKind.CPU)
     config = replace(config, host_budget=budget, model=stored_spec(tmp_path / "store", finetune, lora))
     planned = Setting(

@@ -1,13 +1,10 @@
 """Somebody else's loop over an imported model: the bits of ``tierstore train``, and errors instead of other results."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,27 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from stored_runs import configuration
 from tiny_families import make_config, plain_model
 from torch import Tensor
 
-from tierstore.config import load
 from tierstore.errors import ConfigError, StoreMissingError, StorePoisonedError
 from tierstore.hf import Autocast, StepError, TieredModel, open_model
 from tierstore.hf.experts import experts_modules
 from tierstore.hf.importing import ImportOptions, import_model
-from tierstore.hf.spec import stored_spec
 from tierstore.model.config import ComputeDtype
-from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 STEPS = 3
 TIGHT = "224KiB"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -100,27 +90,18 @@ def test_the_bits_are_those_of_the_trainer(
     stores = [Path(shutil.copytree(imported(dtype), tmp_path / name)) for name in ("theirs", "ours")]
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
-    config = load(
-        TrainConfig,
-        None,
-        {
-            "store": stores[0],
-            "data.paths": (str(text),),
-            "data.batch_size": 2,
-            "data.micro_batches": 2,
-            "finetune.seq_len": 16,
-            "finetune.aux_loss_weight": 0.0,
-            "clip_norm": clip,
-            "schedule.lr": 1e-3,
-            "schedule.warmup_steps": 2,
-            "device": "cpu",
-            "threads": 1,
-            "host_budget": 16 << 20,
-        },
-    )
-    spec = stored_spec(stores[0], config.finetune)
-    assert spec is not None
-    with open_session(replace(config, model=spec), Opening.CREATE) as trainer:
+    settings = {
+        "store": stores[0],
+        "data.paths": (str(text),),
+        "data.micro_batches": 2,
+        "finetune.seq_len": 16,
+        "finetune.aux_loss_weight": 0.0,
+        "clip_norm": clip,
+        "schedule.lr": 1e-3,
+        "schedule.warmup_steps": 2,
+    }
+    config = configuration(settings)
+    with open_session(config, Opening.CREATE) as trainer:
         batches = [[trainer.data.batch(step, micro) for micro in range(2)] for step in range(STEPS)]
         expected = [trainer.step() for _ in range(STEPS)]
         trainer.commit()
@@ -261,8 +242,7 @@ def look(tiered: TieredModel) -> list[int]:
     text = tiered.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert math.isfinite(loss_in_evaluation(tiered))
     tiered.model.train()
-    found: list[int] = text[0].tolist()
-    return found
+    return text[0].tolist()
 
 
 def test_what_was_committed_is_there_again(store: Path) -> None:

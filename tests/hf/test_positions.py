@@ -1,7 +1,5 @@
 """How long a text may be by a config.json: worked by hand, by the rules that vLLM and the model cards have."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Published models by their config.json alone: totals to the last digit, and the shares of experts."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -69,7 +67,6 @@ def test_the_compute_type_is_the_configurations() -> None:
 def test_a_spec_may_be_trained_otherwise_but_not_be_another_model() -> None:
     spec = _spec("OLMoE-1B-7B")
     other = spec.vary("checkpoint_activations", CheckpointActivations.BLOCK)
-    assert other is not None
     assert other.checkpoint_activations is CheckpointActivations.BLOCK
     assert other.architecture == spec.architecture
     assert spec.vary("d_ff", 8) is None

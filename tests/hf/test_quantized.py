@@ -1,7 +1,5 @@
 """FP8 by blocks and MXFP4, against what the models' own code makes of the same bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

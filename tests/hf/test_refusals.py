@@ -1,7 +1,5 @@
 """What imports, exports, adapters and wrapped models refuse: each error's type, and what it names."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -597,8 +595,6 @@ TOLD = [
     ("told-dtype", told(f"{EXPORT} --adapter --dtype fp32"), "--adapter ", "--dtype"),
     ("told-both", told(f"{EXPORT} --adapter {SIZE} 1GB"), "--adapter ", SIZE),
     ("told-moments", told(f"{RESHARD} --moments int8"), "moments: ", "made-fresh", "int8"),
-    ("told-no-stages", told(f"{RESHARD} --stage-blocks 2,1"), "--stage-blocks ", "--stages"),
-    ("told-words", told(f"{RESHARD} --stages 2 --stage-blocks two,one"), "integers", "'two,one'"),
     ("told-blocks", told(f"{RESHARD} --stages 2 --stage-blocks 2,2"), "2 numbers", "2 blocks"),
 ]
 ROWS: dict[type[Exception], list[tuple[Any, ...]]] = {

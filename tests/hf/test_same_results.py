@@ -2,8 +2,6 @@
 torch's AdamW computes.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -39,11 +37,6 @@ from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
 VOCABULARY = 256  # bytes
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +304,6 @@ def _import_and_train(
 ) -> list[float]:
     from tierstore.hf.importing import ImportOptions, import_model
 
-    torch.set_num_threads(1)
     import_model(source, settings["store"], ImportOptions(compute=compute), mesh=mesh)
     return train(configuration(settings), mesh=mesh)[0]
 

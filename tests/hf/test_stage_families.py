@@ -1,7 +1,5 @@
 """Stages of imported models one after another in one process: the loss and all gradients of the whole model, in bits."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -25,11 +23,6 @@ from tierstore.train.config import FinetuneConfig
 BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v3", "glm4_moe")]
 #: Four layers: masks by layer type would be others if layers were counted from the stage's first one.
 LAYERS, CUTS = 4, (range(2), range(2, 3), range(3, 4))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def batch_of(*, packed: bool) -> Batch:
@@ -76,7 +69,6 @@ class Pipeline:
         """Passes back through all stages, of which each is told what the last one knows."""
         gradient, told = None, passes[-1][1].values
         for given, output in reversed(passes):
-            assert output.part.objective is not None
             share = output.part.objective / count
             if output.stream is None:
                 share.backward()
@@ -111,7 +103,6 @@ def test_stages_one_after_another_have_the_gradients_of_the_whole_model(
     whole.module.train()
     whole.set_step(3, 1)
     expected = whole.run(batch)
-    assert expected.objective is not None
     (expected.objective / 3).backward()
 
     pipeline = Pipeline(plain, config, dtype, finetune)

@@ -1,14 +1,11 @@
 """Imported models with several tasks: one process and two ranks compute the same, and own heads are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import imported
 from launcher import Ranks
 from stored_runs import configuration, train
@@ -38,7 +35,6 @@ def settings(store: Path, text: Path) -> dict[str, Any]:
 
 
 def on_rank(mesh: Mesh, source: Path, given: dict[str, Any]) -> list[float]:
-    torch.set_num_threads(1)
     import_model(source, given["store"], ImportOptions(compute=ComputeDtype.FP32), mesh=mesh)
     return train(configuration(given), mesh=mesh)[0]
 

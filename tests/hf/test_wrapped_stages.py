@@ -1,10 +1,6 @@
 """Pipeline stages of imported models on real ranks: the bits of the same data ranks without stages."""
 
-from __future__ import annotations
-
-import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import imported, tensors_of
-from click.testing import CliRunner
+from command_line import object_of
 from launcher import Ranks
 from rank_cases import alone
-from stage_runs import StageRun, merged
+from stage_runs import merged, same
 from stored_runs import configuration
 from test_export import same as same_tensors
-from test_rank_kills import end_of
+from test_rank_kills import check_death
 from tiny_families import make_config, plain_model
 from wrapped_stage_cases import dying_wrapped, wrapped
 
-from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError, StoreError
 from tierstore.hf.adapters import export_adapter
 from tierstore.hf.exporting import export
@@ -39,11 +34,6 @@ from tierstore.train.stages import one_forward_one_backward
 from tierstore.train.stored_model import open_stored
 
 Whole = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +75,6 @@ def settings(text: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 MakeSettings = Callable[..., dict[str, Any]]
-
-
-def same(several: list[StageRun], one: StageRun) -> None:
-    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
-    for rank in several:
-        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
-            assert getattr(rank, name) == getattr(one, name), name
-    assert merged(several) == one.weights
 
 
 #: Family, type, and in what its run differs from the plainest.
@@ -168,10 +150,7 @@ def test_a_stage_is_killed_and_the_resume_ends_in_the_same_bits(
     with ranks.fresh(2, config, tmp_path / "stderr") as world:
         for rank in range(2):
             world.send(rank, dying_wrapped, store, cut, victim, 3)
-        codes = end_of(world)
-    assert codes[victim] == -signal.SIGKILL
-    assert all(code != 0 for code in codes)
-    assert f"rank {victim}" in (tmp_path / "stderr").read_text()
+        check_death(world, victim, tmp_path / "stderr")
     found = ranks.run(2, wrapped, store, cut, 3, stages=2)
     for rank in range(2):
         assert found[rank].losses == expected[rank].losses[1:]  # one step had been committed
@@ -238,10 +217,8 @@ def test_an_elastic_run_makes_the_import_over_by_itself(
 
 
 def test_the_command_cuts_where_it_is_told(whole: Whole, tmp_path: Path) -> None:
-    given = [str(whole("qwen3_moe")), "--to", str(tmp_path / "new"), "--ranks", "2", "--stages", "2"]
-    made = CliRunner().invoke(command, [*given, "--stage-blocks", "1,2", "--json"])
-    assert made.exit_code == 0, made.output
-    assert json.loads(made.stdout.splitlines()[-1])["stages"] == 2
+    given = ("--to", tmp_path / "new", "--ranks", 2, "--stages", 2, "--stage-blocks", "1,2")
+    assert object_of("reshard", whole("qwen3_moe"), *given)["stages"] == 2
     with open_stored(tmp_path / "new", stored_spec(tmp_path / "new")) as stored:
         assert stored.blocks == [range(1), range(1, 3)]
 

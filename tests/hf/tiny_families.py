@@ -1,7 +1,5 @@
 """Tiny models of the tested families of transformers, and their experts in memory: the reference and the same, wrapped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,16 +1,10 @@
 """What ranks run in tests of pipeline stages of imported models."""
 
-from __future__ import annotations
-
-import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
-from stage_cases import contents, sends
+from stage_cases import contents, killed_before, noted_step, sends
 from stage_runs import StageRun
 from stored_runs import configuration
 
@@ -19,7 +13,6 @@ from tierstore.parallel import Mesh
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 from tierstore.train.session import open_session
-from tierstore.train.trainer import Trainer
 
 Settings = Mapping[str, Any]
 
@@ -35,13 +28,12 @@ def made_over(mesh: Mesh, whole: Path, settings: Settings) -> None:
 
 def wrapped(mesh: Mesh, whole: Path, settings: Settings, steps: int) -> StageRun:
     """A run to ``steps`` steps in all, committed, validated and sampled."""
-    torch.set_num_threads(1)
     made_over(mesh, whole, settings)
     run = StageRun()
     before = sends(mesh)
     with open_session(configuration(settings), Opening.RESUME, mesh=mesh) as trainer:
         while trainer.state.position < steps:
-            _step(trainer, run)
+            noted_step(trainer, run)
         trainer.commit()
         run.validation = trainer.evaluate()
         trainer._stepper.begin_forward()
@@ -54,28 +46,11 @@ def wrapped(mesh: Mesh, whole: Path, settings: Settings, steps: int) -> StageRun
     return run
 
 
-def _step(trainer: Trainer, run: StageRun) -> None:
-    result = trainer.step()
-    run.losses.append(result.loss)
-    run.norms.append(result.grad_norm)
-    run.active.append(result.active_experts)
-
-
 def dying_wrapped(mesh: Mesh, whole: Path, settings: Settings, victim: int, passes: int) -> None:
     """One step and its commit; in the second step rank ``victim`` is killed by itself before pass number ``passes``."""
-    torch.set_num_threads(1)
     made_over(mesh, whole, settings)
     with open_session(configuration(settings), Opening.RESUME, mesh=mesh) as trainer:
         trainer.step()
         trainer.commit()
-        stages = trainer.stages
-        assert stages is not None
-        begin = stages.during
-
-        def during(*arguments: Any) -> Any:
-            if mesh.world.rank == victim and len(stages.log) == passes:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return begin(*arguments)
-
-        with mock.patch.object(stages, "during", during):
+        with killed_before(trainer, mesh.world.rank == victim, passes):
             trainer.step()

@@ -1,7 +1,5 @@
 """Requests and traces from lists of events, and naive caches to hold the lab to."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Packs sources to import."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 

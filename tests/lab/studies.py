@@ -1,7 +1,5 @@
 """A small study, made by hand."""
 
-from __future__ import annotations
-
 from tierstore.lab.results import (
     Curve,
     HalfLifeMap,

@@ -1,7 +1,5 @@
 """Intervals that hold what they should as often as they say, and notice that neighbours are alike."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

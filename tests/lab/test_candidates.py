@@ -1,7 +1,5 @@
 """The capacity split between layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

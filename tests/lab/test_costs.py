@@ -1,7 +1,5 @@
 """What misses cost, worked by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The example of docs/CACHE_LAB.md runs, and the page names what there is."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Synthetic traces: the same by seed, and distributed as documented."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

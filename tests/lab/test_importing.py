@@ -1,7 +1,5 @@
 """Which importer a source goes to, and that a target is whole or not there."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import sys

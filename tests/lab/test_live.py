@@ -1,7 +1,5 @@
 """A recorded run is tuned with the prefetches that it made, through the core that made them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Miss-ratio curves, and what a regime is like."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the plots draw. How they look was looked at; here: that nothing is missing, and that they are plain SVG."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 
 import pytest

@@ -1,7 +1,5 @@
 """What the lab refuses: the type of each error, and the options, records and capacities that it names."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Requests of traces and of columns, and pinned records."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Values of the lab: what follows from their fields."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Blocks of steps stay moderate, whatever a step is made of."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Replays against worked examples, naive caches and bounds; jobs in parallel."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +10,7 @@ from cases import NaiveLru, requests_of, simulate
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from python_lru import PythonMru
 
 from tierstore._native import Detail, Oversized
 from tierstore.cache.config import Scope
@@ -211,29 +210,16 @@ def test_every_policy_that_is_known_runs():
         assert 0 < found.misses < found.requests == 600
 
 
-class Mru:
-    """Evicts what was asked for last; raises when it is told to."""
+class Mru(PythonMru):
+    """Raises when it is told to."""
 
     def __init__(self, fail: float = 0.0) -> None:
-        self.order: dict[int, None] = {}
+        super().__init__()
         self.fail = fail
-
-    def insert(self, entry: int) -> None:
-        self.order[entry] = None
-
-    def hit(self, entry: int) -> None:
-        del self.order[entry]
-        self.order[entry] = None
-
-    def remove(self, entry: int) -> None:
-        del self.order[entry]
 
     def tick(self, clock) -> None:
         if self.fail:
             raise KeyError("told to")
-
-    def select(self, frames, candidates):
-        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]
 
 
 def test_a_policy_of_ones_own():

@@ -1,7 +1,5 @@
 """The tuner finds what is best where that is known, says tie where nothing is, and looks at the prefix only."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

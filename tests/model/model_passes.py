@@ -1,7 +1,5 @@
 """One pass of a small built-in model on each rank, over parts of one global batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Attention, rotary positions and norm, each against its definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Buffers of a model in the small states of commits: those of all stages together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Sizes by hand, and bad values by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The whole model over several ranks against one process on the same global batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from launcher import Ranks

@@ -1,7 +1,5 @@
 """Sampling without a cache of keys, over logits that are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

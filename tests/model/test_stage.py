@@ -1,7 +1,5 @@
 """The part of the built-in model that a pipeline stage has: its parameters are the whole model's."""
 
-from __future__ import annotations
-
 import torch
 
 from tierstore.model import ModelConfig, Transformer

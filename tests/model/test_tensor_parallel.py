@@ -4,8 +4,6 @@ Products of parts round otherwise than whole ones: values are equal within fp32 
 divides has the same bits on all ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from launcher import Ranks

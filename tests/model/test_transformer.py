@@ -1,7 +1,5 @@
 """The whole model: its definition's variants, equal bits, causality, sampling."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

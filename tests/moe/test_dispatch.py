@@ -1,7 +1,5 @@
 """Dispatch: a hand-worked order, and the way there and back as the identity."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from effort import share

@@ -1,7 +1,5 @@
 """What is expected of a stream: averages by hand, and rows that follow their sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -36,8 +34,7 @@ def listed(expected: Tensor | None) -> list[float] | None:
     if expected is None:
         return None
     assert torch.equal(expected, expected[:, :, :1].expand_as(expected))
-    rows: list[float] = expected[:, 0, 0].tolist()
-    return rows
+    return expected[:, 0, 0].tolist()
 
 
 def added(drift: StreamDrift, rows: int) -> list[float] | None:

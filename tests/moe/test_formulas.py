@@ -1,13 +1,11 @@
 """The formulas of experts against autograd, and what their flat records hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from plain_reference import plain_expert
 from torch import Tensor
-from torch.nn import functional as F
 
 from tierstore.errors import ConfigError
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -19,27 +17,6 @@ from tierstore.moe.router import RouterConfig
 from tierstore.moe.source import ExpertLease, InMemoryExperts
 
 EXPERTS, WIDTH = 5, 6
-
-
-def _expert(shape: ExpertShape, flat: Tensor, x: Tensor) -> Tensor:
-    """One expert, written as a formula that autograd differentiates."""
-    views = shape.views(flat)
-    if shape.activation is Activation.CLAMPED_SWIGLU:
-        inner = x @ views.inner + views.inner_bias
-        gate = inner[:, ::2].clamp(max=shape.limit)
-        up = inner[:, 1::2].clamp(min=-shape.limit, max=shape.limit)
-        return ((up + 1) * gate * torch.sigmoid(gate * shape.alpha)) @ views.down + views.down_bias
-    inner = x @ views.inner.t()
-    if shape.activation is Activation.GELU:
-        return F.gelu(inner) @ views.down.t()
-    gate, up = inner.chunk(2, dim=-1)
-    activated = {
-        Activation.SWIGLU: lambda: F.silu(gate),
-        Activation.GEGLU: lambda: F.gelu(gate),
-        Activation.GEGLU_TANH: lambda: F.gelu(gate, approximate="tanh"),
-        Activation.REGLU: lambda: F.relu(gate),
-    }[shape.activation]()
-    return (activated * up) @ views.down.t()
 
 
 class _Source:
@@ -76,7 +53,7 @@ def test_gradients_are_those_of_autograd(
     leaf = flat.clone().requires_grad_()
     expected = torch.stack(
         [
-            sum(weight[t, k] * _expert(shape, leaf[chosen[t, k]], x[t : t + 1])[0] for k in range(2))
+            sum(weight[t, k] * plain_expert(shape, leaf[chosen[t, k]], x[t : t + 1])[0] for k in range(2))
             for t in range(9)
         ]
     )

@@ -4,8 +4,6 @@ Results, routing and gradients of tokens, router and experts are compared as bit
 the batch on further data ranks, what is a sum over those is equal within rounding, as without tensor parallelism.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of several micro-batches that share leases: the bits of one call after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The MoE layer against autograd: gradcheck in fp64, a plain loop, and the cases at the edges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -74,8 +72,7 @@ class _Differentiable(torch.autograd.Function):
             ctx.x = x.detach().requires_grad_()
             ctx.y = layer(ctx.x, NoiseKey())[0]
         ctx.source, ctx.count = source, len(flat)
-        y: Tensor = ctx.y.detach()
-        return y
+        return ctx.y.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,8 +91,7 @@ def test_gradcheck(activation: Activation, save: SaveActivations) -> None:
     weight = layer.router.weight
 
     def by_input(x: Tensor, _weight: Tensor) -> Tensor:
-        y: Tensor = layer(x, NoiseKey())[0]
-        return y
+        return layer(x, NoiseKey())[0]
 
     assert torch.autograd.gradcheck(by_input, (_input(6, 3), weight))
     flat = [source.masters[0, e].clone().requires_grad_() for e in range(4)]

@@ -1,7 +1,5 @@
 """One matrix for a norm and a router: where it chooses as they do, and where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -47,8 +45,7 @@ class OneMore(RMSNorm):
 
 
 def top(router: nn.Module, x_TD: Tensor) -> Tensor:
-    chosen: Tensor = router(x_TD).softmax(-1).topk(TOP_K, dim=-1).indices
-    return chosen
+    return router(x_TD).softmax(-1).topk(TOP_K, dim=-1).indices
 
 
 def half(router: nn.Module, x_TD: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """Experts with low-rank pairs against autograd through ``W + scale * B A``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from plain_reference import plain_expert
 from torch import Tensor
-from torch.nn import functional as F
 
 from tierstore.errors import ConfigError
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
@@ -39,26 +37,6 @@ class PairedExperts:
             gradients = torch.full_like(weights, float("nan"))  # undefined content: a partial write must show
             yield replace(lease, pair=PairLease(self._shape, weights, gradients))
             self.grads[lease.expert] = gradients
-
-
-def expert(shape: ExpertShape, flat: Tensor, x: Tensor) -> Tensor:
-    """One expert under autograd, by its definition."""
-    views, kind = shape.views(flat), shape.activation
-    if kind is Activation.CLAMPED_SWIGLU:
-        inner = x @ views.inner + views.inner_bias
-        gate, up = inner[:, ::2].clamp(max=shape.limit), inner[:, 1::2].clamp(-shape.limit, shape.limit)
-        return (up + 1) * gate * torch.sigmoid(shape.alpha * gate) @ views.down + views.down_bias
-    inner = x @ views.inner.t()
-    if kind is Activation.GELU:
-        return F.gelu(inner) @ views.down.t()
-    gate, up = inner.chunk(2, dim=-1)
-    gates = {
-        Activation.SWIGLU: F.silu,
-        Activation.GEGLU: F.gelu,
-        Activation.GEGLU_TANH: lambda part: F.gelu(part, approximate="tanh"),
-        Activation.REGLU: F.relu,
-    }
-    return gates[kind](gate) * up @ views.down.t()
 
 
 def merged(shape: PairShape, flat: Tensor, pair: Tensor) -> Tensor:
@@ -112,7 +90,7 @@ class Case:
             for k in range(TOP_K):
                 e = int(self.expert_TK[t, k])
                 flat = merged(self.pair, self.base.masters[0, e], pairs[e])
-                y = expert(self.shape, flat, self.x_TD[t : t + 1])[0]
+                y = plain_expert(self.shape, flat, self.x_TD[t : t + 1])[0]
                 row = row + self.weight_TK[t, k] * y
             rows.append(row)
         return torch.stack(rows), pairs

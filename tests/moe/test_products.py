@@ -1,7 +1,5 @@
 """Products of several experts in one call: every bit is that of ``torch.mm``."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

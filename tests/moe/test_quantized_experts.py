@@ -1,7 +1,5 @@
 """Experts whose weights are codes: every formula against its dequantised self in fp64, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The router: hand-worked choices, losses and capacities; equal bits from equal keys."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -105,8 +103,7 @@ def test_noise_is_keyed() -> None:
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 
     def weights(key: NoiseKey) -> torch.Tensor:
-        weight: torch.Tensor = router(x, key).weight_TK
-        return weight
+        return router(x, key).weight_TK
 
     first = weights(NoiseKey(3, 1))
     torch.manual_seed(99)  # the global generator has no say

@@ -1,7 +1,5 @@
 """Experts that are computed together: every bit is that of one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest

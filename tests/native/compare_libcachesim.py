@@ -7,8 +7,6 @@ rate is the median over them. libcachesim reads an oracleGeneral file (24 bytes 
 simulator two columns; neither rate includes making them.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

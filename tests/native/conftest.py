@@ -1,7 +1,5 @@
 """Engines on every backend, and memory to play with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

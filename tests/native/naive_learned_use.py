@@ -4,8 +4,6 @@ The model is in float32 and adds in the core's order, with the C library's funct
 seen, so that the first rounding of a mean that ought to be zero would become a step of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -2,8 +2,6 @@
 search in a table, the step. Slow and plain; nothing here is the extension's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
@@ -82,8 +80,7 @@ def from_int8(codes: npt.NDArray[np.uint8], scales: Floats, signs: Signs) -> Flo
     if signs is Signs.SIGNED:
         size = table(signs)[codes & 127] * scale
         return np.where(codes & 128, -size, size).astype(np.float32)
-    values: Floats = (table(signs)[codes] * scale).astype(np.float32)
-    return values
+    return (table(signs)[codes] * scale).astype(np.float32)
 
 
 def scale_of(block: Floats) -> float:

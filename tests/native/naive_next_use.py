@@ -1,7 +1,5 @@
 """next-use written for reading: every expected time from its formula, at every choice."""
 
-from __future__ import annotations
-
 from naive_policies import NaivePolicy
 
 

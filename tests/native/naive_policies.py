@@ -5,8 +5,6 @@ among the entries ``free`` when ``need`` frames are still missing (several only 
 ``frames`` maps entries to sizes; ``capacity`` is in frames.
 """
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """LRU as a user would write it in Python."""
 
-from __future__ import annotations
-
 
 class PythonLru:
     def __init__(self, fails_at=-1):
@@ -31,3 +29,10 @@ class PythonLru:
                 victims.append(entry)
                 frames -= candidates.frames(entry)
         return victims
+
+
+class PythonMru(PythonLru):
+    """Evicts what was asked for last; offers all."""
+
+    def select(self, frames, candidates):
+        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]

@@ -1,7 +1,5 @@
 """Columns of requests as ``_native.simulate`` takes them, from lists."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

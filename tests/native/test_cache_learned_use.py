@@ -1,7 +1,5 @@
 """learned-use: worth by hand, sequences told apart, and the naive model's decisions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

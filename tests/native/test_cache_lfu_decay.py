@@ -1,7 +1,5 @@
 """LFU-decay against Algorithm 1 as it is printed: every count multiplied by beta at every decay."""
 
-from __future__ import annotations
-
 import numpy as np
 from core_calls import Keys
 from effort import share

@@ -1,7 +1,5 @@
 """next-use: expected times by hand, and programs that walk their layers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

@@ -1,7 +1,5 @@
 """What an observer of the residency core sees, and what it can refuse."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from core_calls import units

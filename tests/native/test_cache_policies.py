@@ -1,7 +1,5 @@
 """Policies through the smallest cache there is: one frame an entry, one entry an access."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Policies that keep queues and ghosts, one entry of one frame at a time: worked examples, naive references, and
 the miss counts of libCacheSim (a test-only dependency)."""
 
-from __future__ import annotations
-
 import libcachesim
 import numpy as np
 import pytest

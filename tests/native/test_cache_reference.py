@@ -1,7 +1,5 @@
 """Every decision of the residency core against a naive one: lists, dicts and sums, one victim at a time."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

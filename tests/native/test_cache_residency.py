@@ -1,7 +1,5 @@
 """The residency core on cases small enough to work by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from core_calls import pairs, units

@@ -1,12 +1,10 @@
 """Operations on memory: sums, AdamW over spans that do not match, and the chain read, step, write, read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from effort import share
+from effort import share, with_fixtures
 from engines import MakeEngine
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -107,7 +105,7 @@ def test_a_sum_of_squares_does_not_depend_on_where_it_lies(
     assert result[3] == 0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@with_fixtures(30)
 @given(
     count=st.sampled_from([1, 15, 4095, 4096, 4097, 40_001, (1 << 20) + 4097]),
     narrow=st.booleans(),
@@ -247,11 +245,7 @@ def test_read_step_write_read(
         np.testing.assert_allclose(content(part, np.float32), expected, rtol=2e-6, atol=2e-7)
 
 
-@settings(
-    max_examples=share(30),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(30))
 @given(data=st.data())
 def test_copies_between_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
     arena = native.Arena(1 << 16, native.HugePages.OFF)

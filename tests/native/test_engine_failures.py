@@ -1,7 +1,5 @@
 """Failures are kept so that a ticket can be waited for late, in memory that does not grow with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,20 +1,19 @@
 """Tickets: order, failure, cancelling, waiting, external events, event loops, closing."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from crash_states import Event
-from effort import share
+from effort import share, with_fixtures
 from engines import Events, MakeEngine, frame
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -256,16 +255,18 @@ async def test_an_event_loop_awaits_without_threads(
         loop.remove_reader(engine.event_fd())
 
 
+def write_backs(engine: native.Engine, file: native.File, arena: native.Arena, gate: int) -> list[int]:
+    write = partial(engine.write, file, 0, after=[gate], priority=native.Priority.WRITE_BACK)
+    return [write([frame(arena, i)]) for i in range(100)]
+
+
 def test_what_is_demanded_passes_what_is_queued(
     make_engine: MakeEngine, arena: native.Arena, file: native.File, tmp_path: Path, events: Events
 ) -> None:
     """All become ready at once, in order of submission; the event log tells in which order they were done."""
     engine = make_engine(queue_depth=1, io_threads=1, log_path=tmp_path / "log")
     gate = engine.external()
-    queued = [
-        engine.write(file, 0, [frame(arena, i)], after=[gate], priority=native.Priority.WRITE_BACK)
-        for i in range(100)
-    ]
+    queued = write_backs(engine, file, arena, gate)
     demanded = engine.write(file, 4096, [frame(arena, 101)], after=[gate], priority=native.Priority.DEMAND)
     engine.complete_external(gate)
     engine.wait_all([demanded, *queued])
@@ -282,10 +283,7 @@ def test_waiting_for_what_is_speculative_makes_it_urgent(
 ) -> None:
     engine = make_engine(queue_depth=1, io_threads=1, log_path=tmp_path / "log")
     gate = engine.external(priority=native.Priority.SPECULATIVE)
-    queued = [
-        engine.write(file, 0, [frame(arena, i)], after=[gate], priority=native.Priority.WRITE_BACK)
-        for i in range(100)
-    ]
+    queued = write_backs(engine, file, arena, gate)
     reader = engine.read(
         file, 0, [frame(arena, 102)], after=[queued[90]], priority=native.Priority.SPECULATIVE
     )
@@ -309,11 +307,7 @@ def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:
     assert resident() - before < 4 << 20
 
 
-@settings(
-    max_examples=share(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(40))
 @given(data=st.data())
 def test_random_graphs_of_copies_match_numpy(make_engine: MakeEngine, data: st.DataObject) -> None:
     """Every copy follows the last ones that touched its two frames: the result is that of program order."""

@@ -1,7 +1,5 @@
 """Links of limited speed against their formula, and operations that wait for their turn on one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

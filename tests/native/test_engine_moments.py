@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from effort import share
+from effort import share, with_fixtures
 from engines import MakeEngine
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -100,11 +100,7 @@ def content(buffer: native.Buffer) -> bytes:
     return out.tobytes()
 
 
-@settings(
-    max_examples=share(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(60))
 @given(data=st.data())
 def test_spans_of_any_shape(engine: native.Engine, data: st.DataObject) -> None:
     form = data.draw(st.sampled_from(list(DTYPES)))

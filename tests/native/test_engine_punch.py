@@ -1,7 +1,5 @@
 """Holes: space goes back to the file system, in its turn, and a failure is nobody else's."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The event log: what is in it, and what its order promises."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,21 +1,18 @@
 """Reads, writes and syncs: bytes, padding, checksums, short transfers, errors, poison."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
-import resource
-import signal
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from child_process import run_python
-from effort import share
-from engines import MakeEngine
-from hypothesis import HealthCheck, given, settings
+from conftest_store import flip_bit
+from effort import share, with_fixtures
+from engines import MakeEngine, files_of_at_most
+from hypothesis import given
 from hypothesis import strategies as st
 from naive_crc32c import naive_crc32c
 
@@ -73,11 +70,7 @@ def test_a_flipped_bit_is_found(
     crcs = native.CrcTable(2)
     engine.wait(engine.write(file, 4096, sections, crcs))
     at = 4096 + (7999 if section == 0 else 8192)
-    with open(file.path, "r+b") as plain:
-        plain.seek(at)
-        byte = plain.read(1)[0]
-        plain.seek(at)
-        plain.write(bytes([byte ^ 16]))
+    flip_bit(Path(file.path), 8 * at + 4)
     good = int(crcs.array()[section])
     ticket = engine.read(file, 4096, sections, crcs)
     follower = engine.fill_zero(sections[0], after=[ticket])
@@ -124,11 +117,7 @@ def test_long_vectors_are_continued(
     assert np.array_equal(content_of(source), content)
 
 
-@settings(
-    max_examples=share(25),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(25))
 @given(data=st.data())
 def test_any_offset_size_and_memory_goes_round(
     make_engine: MakeEngine, tmp_path: Path, data: st.DataObject
@@ -186,11 +175,8 @@ def test_a_write_that_fails_poisons_the_engine(
     engine: native.Engine, arena: native.Arena, file: native.File
 ) -> None:
     arena.view()[:] = 3
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        # The first 4096 bytes of the write still fit: a short write, whose continuation fails.
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((1 << 20) + 4096, hard))
+    # The first 4096 bytes of the write still fit: a short write, whose continuation fails.
+    with files_of_at_most((1 << 20) + 4096):
         ticket = engine.write(file, 1 << 20, [scattered(arena, [1, 2], 8192)])
         follower = engine.copy(scattered(arena, [3], 4096), scattered(arena, [1], 4096), after=[ticket])
         for waited in (ticket, follower):
@@ -198,9 +184,6 @@ def test_a_write_that_fails_poisons_the_engine(
                 engine.wait(waited)
             assert error.value.errno == errno.EFBIG
             assert error.value.filename == file.path
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     assert file.path in engine.poisoned
     for refused in (engine.sync(file), engine.write(file, 0, [scattered(arena, [4], 4096)])):
         with pytest.raises(OSError, match="write at offset"):

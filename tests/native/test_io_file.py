@@ -1,14 +1,11 @@
 """Files: two descriptors, allocation, errors with errno and path."""
 
-from __future__ import annotations
-
 import errno
 import os
-import resource
-import signal
 from pathlib import Path
 
 import pytest
+from engines import files_of_at_most
 
 from tierstore import _native as native
 
@@ -59,15 +56,11 @@ def test_allocate_reserves_blocks_and_punch_gives_them_back(tmp_path: Path) -> N
 def test_allocating_too_much_is_an_oserror_with_the_path(tmp_path: Path) -> None:
     path = tmp_path / "data"
     with native.File(path, create=native.FileCreate.YES) as file:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-            with pytest.raises(OSError, match="fallocate of 4194304 bytes") as error:
-                file.allocate(0, 4 << 20)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, handler)
+        with (
+            files_of_at_most(1 << 20),
+            pytest.raises(OSError, match="fallocate of 4194304 bytes") as error,
+        ):
+            file.allocate(0, 4 << 20)
         assert error.value.errno in (errno.EFBIG, errno.ENOSPC)
         assert error.value.filename == str(path)
         assert file.size == 0

@@ -1,7 +1,5 @@
 """What a drive's meter counts: bytes, and the length of the union of the transfers' times."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

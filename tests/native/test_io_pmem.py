@@ -1,7 +1,5 @@
 """Files in memory: what the backend does that no other does. The contract that all share is tested with them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator
@@ -10,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest_store import flip_bit
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native as native
@@ -32,11 +30,7 @@ def buffer(nbytes: int, values: bytes | None = None) -> native.Buffer:
     return made
 
 
-@settings(
-    deadline=None,
-    max_examples=share(40),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(40))
 @given(
     transfers=st.lists(
         st.tuples(st.booleans(), st.integers(0, 30_000), st.integers(1, 9000)), min_size=1, max_size=12

@@ -1,7 +1,5 @@
 """Arenas, buffers over their spans, and tables."""
 
-from __future__ import annotations
-
 import errno
 import gc
 

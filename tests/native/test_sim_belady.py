@@ -1,7 +1,5 @@
 """The bounds against a brute-force optimum on small cases, and worked by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

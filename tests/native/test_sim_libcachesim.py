@@ -1,7 +1,5 @@
 """Miss counts identical to those of the libcachesim package (a test-only dependency), request by request."""
 
-from __future__ import annotations
-
 import compare_libcachesim
 import libcachesim
 import numpy as np

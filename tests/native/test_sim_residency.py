@@ -1,7 +1,5 @@
 """The simulator counts exactly what the live store's core counts on the same accesses, for every policy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

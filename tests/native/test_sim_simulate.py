@@ -1,7 +1,5 @@
 """The simulator on cases small enough to work by hand, and what it refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

@@ -1,7 +1,5 @@
 """LRU at every capacity in one pass: by hand, against a list, and against the simulator one capacity at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

@@ -1,7 +1,5 @@
 """The committed stub of the extension is the one that the extension gives (scripts/stub writes it)."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

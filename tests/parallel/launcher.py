@@ -5,8 +5,6 @@ gives what each returned, in rank order. Arguments and results are pickled (tens
 a world of its own, for cases that end ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

@@ -4,8 +4,6 @@ Arguments: the socket of the test process; where the simulated device was built,
 the socket, receives the ParallelConfig, joins its world through ``launch``, and runs cases until it is sent None.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -18,6 +16,8 @@ from types import ModuleType
 
 
 def main(address: str, simulated_device: str | None) -> None:
+    import torch
+
     from tierstore.parallel import launch
 
     if simulated_device is not None:
@@ -31,6 +31,7 @@ def main(address: str, simulated_device: str | None) -> None:
             test.send(mesh.environment.rank)
             modules: dict[str, ModuleType] = {}
             while (case := pickle.loads(test.recv_bytes())) is not None:
+                torch.set_num_threads(1)  # whatever the case before has left
                 file, name, arguments = case
                 try:
                     function = getattr(_module(file, modules), name)
@@ -43,8 +44,6 @@ def main(address: str, simulated_device: str | None) -> None:
 def _module(file: str, loaded: dict[str, ModuleType]) -> ModuleType:
     if file not in loaded:
         spec = importlib.util.spec_from_file_location(f"cases_{len(loaded)}", file)
-        assert spec is not None
-        assert spec.loader is not None
         loaded[file] = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loaded[file]
         spec.loader.exec_module(loaded[file])

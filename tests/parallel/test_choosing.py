@@ -1,7 +1,5 @@
 """What AUTO decides when the ranks have joined, and that all of them decide alike."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives on real ranks: against torch's own, against sums by hand, and at the edges."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,7 +1,5 @@
 """How a parameter is divided over tensor-parallel ranks: parts, pieces, and the whole again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """A process's place: from torchrun's variables, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from tierstore.errors import ConfigError

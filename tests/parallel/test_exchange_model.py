@@ -1,7 +1,5 @@
 """What exchanges cost, and from where on two steps no longer pay."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Exchanges in two steps against the flat one: rows to the bit, messages and bytes to the byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

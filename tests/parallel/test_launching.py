@@ -1,7 +1,5 @@
 """Joining under a real torchrun, alone, and where it cannot work; and what ends with torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

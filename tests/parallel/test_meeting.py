@@ -1,7 +1,5 @@
 """Ranks of one attempt find each other, whatever earlier attempts left with torchrun's agents."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 

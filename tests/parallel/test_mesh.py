@@ -1,7 +1,5 @@
 """Who owns which experts, and which ranks form which groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where nodes end, and which layouts can be exchanged in two steps."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The best number of chunks: by hand, against all numbers of chunks, and what a backward pass sends."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Messages that are issued on a communicator itself: counted, and limited by when their receivers may have them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

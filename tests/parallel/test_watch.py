@@ -1,7 +1,5 @@
 """Ranks that die: the others learn who and why within seconds, whatever they are doing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

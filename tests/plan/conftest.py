@@ -1,12 +1,11 @@
 """Tiny configurations, and the settings that a plan makes of them."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
+from tiny_runs import MODEL, RUN
 
 from tierstore.config import load
 from tierstore.plan.capacity import Setting
@@ -14,26 +13,18 @@ from tierstore.train.config import TrainConfig
 from tierstore.train.files import text_bytes
 
 TINY: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **MODEL,
     "host_budget": 200 << 10,
-    "commit_every": 0,
     "eval_every": 0,
     "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
     "model.top_k": 12,
     "data.batch_size": 4,
-    "io.huge_pages": "off",
 }
 
 
-class MakeSetting(Protocol):
-    def __call__(self, changes: Mapping[str, Any] | None = None, *, ranks: int = 1) -> Setting: ...
+MakeSetting = Callable[..., Setting]
 
 
 @pytest.fixture

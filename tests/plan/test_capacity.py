@@ -1,13 +1,10 @@
 """Bytes by hand, and against real runs: a plan and a run share their arithmetic, and must not disagree."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from slowness import mostly_slow
 from traffic_cases import Make
 
@@ -60,7 +57,6 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", mostly_slow(RUNS, "all in memory", "lru", "clipped", "moments in int8"))
 def test_a_run_takes_what_its_plan_says(name: str, setting: Make) -> None:
     """Records, extents, index, host budget; and with every expert active, the bytes read and written a step: exactly."""
-    torch.set_num_threads(1)
     planned = setting(RUNS[name])
     taken = capacity(planned)
     window = (4, 4)

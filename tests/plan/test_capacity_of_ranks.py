@@ -1,53 +1,42 @@
 """Bytes of several ranks and of low-rank pairs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
-import torch
 from dense_cases import since
+from launcher import Ranks
 from slowness import mostly_slow
+from small_config import SMALL_QWEN3_MOE
 
-from tierstore.config import as_dict, from_dict
+from tierstore.config import as_dict, from_dict, load
+from tierstore.hf.describing import describe_config
+from tierstore.hf.spec import hf_spec
 from tierstore.machine_profile import ASSUMED
+from tierstore.model.config import ComputeDtype
+from tierstore.moe.lora import LoraConfig, LoraTargets
 from tierstore.parallel import Mesh
-from tierstore.plan.capacity import Setting, capacity
+from tierstore.plan.capacity import Setting, Use, capacity, usage_of
+from tierstore.plan.order import choose_order, in_order
 from tierstore.plan.traffic import step_traffic
 from tierstore.plan.workload import StepWorkload
 from tierstore.prefetch.operations import Kind, operations
 from tierstore.stats import Tier
-from tierstore.train.config import TrainConfig
-from tierstore.train.ranks import Opening
-from tierstore.train.session import open_session
-
-if TYPE_CHECKING:
-    from launcher import Ranks
-from dataclasses import replace
-
-from small_config import SMALL_QWEN3_MOE
-
-from tierstore.config import load
-from tierstore.hf.describing import describe_config
-from tierstore.hf.spec import hf_spec
-from tierstore.model.config import ComputeDtype
-from tierstore.moe.lora import LoraConfig, LoraTargets
-from tierstore.plan.capacity import Use, usage_of
-from tierstore.plan.order import choose_order, in_order
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import budgets, expert_schema, least_host_budget, pair_schema
+from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.footprint import fixed_cost
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
 
 # Plans of several ranks against real ones: what each has on disk and on its device, reads, writes and -------
 
 
 def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     """What one rank took: bytes of its extents, of its dense parameters, and of eight steps after six."""
-    torch.set_num_threads(1)
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         moved = []
         for steps in (6, 8):
@@ -68,7 +57,6 @@ def trained(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
 
 def sent(mesh: Mesh, config: dict[str, object]) -> dict[str, int]:
     """Collectives of dense parameters in three steps of one rank, after two, and bytes that it sent in them."""
-    torch.set_num_threads(1)
     with open_session(from_dict(TrainConfig, config), Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()
         trainer.step()

@@ -1,7 +1,5 @@
 """Whether it fits, and the shortest way to make it fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,12 +1,11 @@
 """The bytes of a plan against those that real ranks send, for each kind of layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launcher import Ranks
+from tiny_runs import MODEL, RUN
 from traffic_cases import step_traffic_of
 
 from tierstore.config import load
@@ -20,14 +19,9 @@ from tierstore.train.config import TrainConfig
 
 #: Every token goes to every expert, so that all ranks send alike.
 SETTINGS: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **MODEL,
     "host_budget": 4 << 20,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 4,
     "model.top_k": 4,
     "data.batch_size": 8,
@@ -37,7 +31,6 @@ SETTINGS: dict[str, Any] = {
     "parallel.exchange": "flat",
     "parallel.embedding": "gathered",
     "parallel.head": "gathered",
-    "io.huge_pages": "off",
 }
 #: Agreements on losses and norms; loads of experts and balance, to each other rank.
 AGREED, LOADS = 256, 704

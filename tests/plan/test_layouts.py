@@ -1,7 +1,5 @@
 """Which layouts there are, which can be, and what a comparison of them says."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

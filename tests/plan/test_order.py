@@ -1,14 +1,11 @@
 """What either order of micro-batches takes, by hand and against real runs; and which one a run gets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
@@ -214,7 +211,6 @@ def test_too_little_memory_spills_boundaries_first(setting: Make) -> None:
 @pytest.mark.parametrize("slots", [0, 4, 5])
 def test_spilled_block_inputs_change_no_bits(slots: int, setting: Make) -> None:
     """Losses are those of micro order; what goes to disk is what the plan says, in every step."""
-    torch.set_num_threads(1)
     few = {"model.n_layers": 3, "model.top_k": 2, "steps": 3}
     expected = _losses(setting(MICRO | few).config)
     planned = setting(LAYER | few | {"boundary_budget": slots * 4096})

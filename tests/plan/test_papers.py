@@ -1,7 +1,5 @@
 """The formulas of SE-MoE and Pipeline MoE: by hand, against what is printed, and against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The time of a step: the simulation by hand, and what a run is predicted to take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace

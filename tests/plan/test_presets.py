@@ -1,7 +1,5 @@
 """Published parameter counts, to the last digit that is printed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step computes and sends, and in how many chunks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from typing import Any
@@ -218,8 +216,7 @@ def planned(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def term(plan: dict[str, Any], name: str) -> int:
-    found: int = next((each["term_bytes"] for each in plan["terms"] if each["name"] == name), 0)
-    return found
+    return next((each["term_bytes"] for each in plan["terms"] if each["name"] == name), 0)
 
 
 def test_auto_takes_what_sends_fewer_bytes() -> None:

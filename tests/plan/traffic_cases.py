@@ -1,12 +1,8 @@
 """What a plan says of a step, and what ranks really send in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tierstore.config import load
 from tierstore.machine_profile import ASSUMED, Profile
@@ -28,7 +24,6 @@ def workload_of(setting: Setting, profile: Profile = ASSUMED) -> StepWorkload:
 
 def step_traffic_of(mesh: Mesh, settings: Mapping[str, Any], store: Path) -> dict[str, int]:
     """Bytes that this rank sends in the second step, by collective; those of dense slices apart, as ``dense``."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**settings, "store": store})
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()

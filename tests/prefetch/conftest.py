@@ -1,7 +1,5 @@
 """A store of two layers of four small experts, and an expert source over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Slots of a device as a cache: what is copied and when, what the host cache is spared, and that no bit depends on it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

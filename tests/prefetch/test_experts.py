@@ -1,7 +1,5 @@
 """The expert source: what it speculates on, what it counts, what it charges."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable
@@ -177,8 +175,7 @@ def test_a_slot_is_released_once_its_expert_was_computed_and_before_it_is_loaded
 
     def loading(slot: int, *args: Any) -> int:
         events[slot].append("load")
-        ticket: int = load(slot, *args)
-        return ticket
+        return load(slot, *args)
 
     def releasing(slot: int) -> None:
         events[slot].append("release")

@@ -1,7 +1,5 @@
 """Frozen experts over a store: read in both directions, ahead of the passes, and never written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What becomes of gradients: by hand, and against ``torch.optim.AdamW``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

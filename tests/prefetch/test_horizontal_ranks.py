@@ -2,15 +2,14 @@
 one order, and the order does not depend on how slow a rank is.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from dense_cases import make_model
+from launcher import Ranks
 
 from tierstore.cache.access import Phase
 from tierstore.dense import DenseConfig, DenseSlices, GatherOnDemand, unit_layouts
@@ -19,9 +18,6 @@ from tierstore.prefetch import HorizontalQueue, PrefetchConfig, Schedule, StepTi
 from tierstore.prefetch.schedule import Window
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.adamw import AdamWConfig
-
-if TYPE_CHECKING:
-    from launcher import Ranks
 
 Log = list[tuple[str, int]]
 
@@ -60,7 +56,6 @@ def expected_log(schedule: Schedule, steps: int) -> Log:
 
 def train(mesh: Mesh, depth: int | None, dense_changes: dict[str, Any], changes: dict[str, Any]) -> Any:
     """Three steps of two micro-batches, with a validation between; depth None: gathered on demand."""
-    torch.set_num_threads(1)
     group, timing = mesh.world, StepTiming(changes.get("timing", "deferred"))
     model = make_model({"n_layers": 4, **changes.get("model", {})})
     config = model.config

@@ -1,7 +1,5 @@
 """Passes of several micro-batches that interleave, as a pipeline stage's do: what both queues know of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

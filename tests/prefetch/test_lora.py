@@ -1,7 +1,5 @@
 """Pairs that train beside frozen experts, over one store: torch's AdamW on plain tensors is the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A schedule as a graph of operations: a small one written out, and what holds of any."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Predictors, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from effort import share

@@ -1,14 +1,13 @@
 """The access program: by hand, and as a live store carries it out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from effort import with_fixtures
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore.cache.access import GROUP_STRIDE, Need, Phase
@@ -237,8 +236,7 @@ class _Twin:
 
     def _prefetch(self, ahead: Speculation) -> int:
         numbers = self._numbers(ahead.layer, ahead.experts.tolist())
-        taken: int = self._store.cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
-        return taken
+        return self._store.cache.prefetch(ahead.phase, ahead.layer, numbers, ahead.flags)
 
     def _numbers(self, layer: int, experts: Sequence[int]) -> np.ndarray[Any, Any]:
         return np.array([self._store.record(f"{layer}.{expert}").number for expert in experts], np.uint32)
@@ -260,11 +258,7 @@ steps = st.tuples(st.lists(micros, min_size=1, max_size=3), st.sampled_from(["ap
 
 
 @pytest.mark.parametrize("timing", StepTiming)
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(12)
 @given(
     run=st.lists(steps, min_size=1, max_size=4),
     inactive=st.sampled_from(Inactive),

@@ -1,7 +1,5 @@
 """Quantised experts of a store, in the host cache and through slots: the same bits as their record's, at their true size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients summed over replicas: the order of completion, and stores that step to the same bits."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

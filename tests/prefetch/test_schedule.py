@@ -1,7 +1,5 @@
 """The sequence of passes and the horizontal queue: small schedules written out in full, then any schedule."""
 
-from __future__ import annotations
-
 import pytest
 from effort import share
 from hypothesis import given, settings

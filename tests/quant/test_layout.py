@@ -1,7 +1,5 @@
 """Where quantised weights lie, and that conversion is the documented arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products with quantised weights: against fp64, and the same bits however they are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

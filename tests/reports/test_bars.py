@@ -1,7 +1,5 @@
 """Bars by hand: 752 pixels are 752 ms, from x = 116 on."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """Generation in turns: the load by hand with a fake clock, the GGUF file read back, and turns of real processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

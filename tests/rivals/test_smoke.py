@@ -1,7 +1,5 @@
 """Each race runs as its documentation calls it, at its smallest size, and what it saves can be compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

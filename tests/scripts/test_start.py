@@ -1,7 +1,5 @@
 """Each Python script of scripts/ starts, and tells how it is used."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Tokens are bytes, and 256, which ends an answer. What follows a text depends on 
 len(FOLLOWS)]``, and the end after every 97th text length. ``expected(prompt, n)`` says what the greedy answer is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 python tests/serve/fake_server.py [ROOM] [PASS_S] [KEY=VALUE of LimitsConfig ...]
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys
@@ -70,13 +68,7 @@ def prepared(
         metrics.show(engine)
         while opens is None and not engine.opened:
             time.sleep(0.001)
-        service = Service(
-            engine=engine,
-            metrics=metrics,
-            limits=limits,
-            keys=Keys(keys),
-            model=MODEL,
-        )
+        service = Service(engine=engine, metrics=metrics, limits=limits, keys=Keys(keys), model=MODEL)
         yield Fake(url(bound), service, runner, ApiServer(service.app(), engine, limits), bound)
 
 

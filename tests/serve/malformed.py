@@ -1,7 +1,5 @@
 """Requests that cannot be served, each wrong by the way it is made."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tiny models to be served, their experts in memory: wrapped ones beside transformers' own, and the built-in one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

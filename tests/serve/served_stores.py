@@ -1,9 +1,7 @@
 """Stores of tiny models to be served, and what opens them. As a program, a tiny store with a tokenizer and a chat template:
 
-PYTHONPATH=tests/hf:tests/train python tests/serve/served_stores.py DIRECTORY
+PYTHONPATH=tests:tests/hf:tests/store:tests/train python tests/serve/served_stores.py DIRECTORY
 """
-
-from __future__ import annotations
 
 import itertools
 import re
@@ -15,8 +13,10 @@ from typing import Any
 
 import torch
 from checkpoints import imported
+from conftest_store import flip_bit
 from refusals import refuses
 from tiny_families import make_config, plain_model
+from tiny_runs import MODEL, QUIET, RUN, SCHEDULE
 from token_cases import save_tokenizer
 
 from tierstore.config import load
@@ -64,12 +64,8 @@ def served_store(
     store: Path, *, trace: Path | None = None, timeline: TimelineSink | None = None, **settings: Any
 ) -> Iterator[tuple[ServedParts, BatchRunner]]:
     """The store opened, and a runner over it."""
-    threads = torch.get_num_threads()
-    try:
-        with open_served(serve_config(store, **settings), trace=trace, timeline=timeline) as parts:
-            yield parts, open_runner(parts)
-    finally:
-        torch.set_num_threads(threads)
+    with open_served(serve_config(store, **settings), trace=trace, timeline=timeline) as parts:
+        yield parts, open_runner(parts)
 
 
 def least_budget(store: Path) -> int:
@@ -86,7 +82,6 @@ def _named_minimum(store: Path, key: str, **settings: Any) -> int:
     with refuses(BudgetError, f"{key}:") as refusal, served_store(store, **settings):
         pass
     found = re.search(r"minimum is (\d+) bytes", str(refusal.value))
-    assert found is not None
     return int(found[1])
 
 
@@ -140,26 +135,15 @@ def make_tiny_store(directory: Path, *, context: int = 512, **options: Any) -> P
 
 #: Twelve experts of 2 layers, of which a step of 16 tokens leaves some out.
 _TRAINED: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
+    **MODEL,
+    **SCHEDULE,
     "host_budget": 8 << 20,
     "steps": 6,
-    "commit_every": 0,
-    "eval_every": 0,
     "eval_batches": 2,
-    "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
-    "model.top_k": 2,
     "data.batch_size": 1,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
 
 
@@ -186,7 +170,6 @@ def mean_loss(parts: ServedParts, batches: list[Batch]) -> float:
         parts.experts.begin(ServingPhase.PREFILL, batch.tokens_BT.numel())
         with torch.inference_mode():
             loss = parts.model.run(batch).loss
-        assert loss is not None
         total += float(loss) * batch.counted
         counted += batch.counted
     return total / counted
@@ -196,8 +179,7 @@ def logits_of(parts: ServedParts, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Of a wrapped model, by one pass without a cache."""
     parts.experts.begin(ServingPhase.PREFILL, tokens_BT.numel())
     with torch.inference_mode():
-        logits: torch.Tensor = parts.model.module(input_ids=tokens_BT, use_cache=False).logits
-    return logits
+        return parts.model.module(input_ids=tokens_BT, use_cache=False).logits
 
 
 @contextmanager
@@ -205,27 +187,16 @@ def damaged(parts: ServedParts, layer: int, expert: int) -> Iterator[str]:
     """One bit of an expert's weights on disk is another for as long as this; its key."""
     key = expert_key(layer, expert)
     slot = parts.store.records.live(key).slot(Group.WEIGHTS)
-    assert slot is not None
-    at = slot.number * slot.extent.slot_bytes + 77
-
-    def flip() -> None:
-        with open(slot.extent.path, "r+b") as file:
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 4]))
-
-    flip()
+    bit = 8 * (slot.number * slot.extent.slot_bytes + 77) + 2
+    flip_bit(slot.extent.path, bit)
     try:
         yield key
     finally:
-        flip()
+        flip_bit(slot.extent.path, bit)
 
 
 def memory_choice(parts: ServedParts) -> str:
     """What the device holds now, and why."""
-    assert isinstance(parts.experts, SlottedExperts)
-    assert parts.experts.choice is not None
     return parts.experts.choice.describe()
 
 

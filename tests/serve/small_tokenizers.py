@@ -1,7 +1,5 @@
 """Tokenizers of the field's kinds, small: they decode as those of the models that they stand for."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

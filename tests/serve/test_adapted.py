@@ -1,7 +1,5 @@
 """A store whose adapter was trained is served with it, without a merge."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +35,6 @@ def adapted(root: Path, lora: LoraConfig, dtype: torch.dtype) -> tuple[Path, lis
         for step in range(STEPS, STEPS + 2):
             Stepper(parts).begin_forward()
             loss = parts.model.run(batch(step)).loss
-            assert loss is not None
             losses.append(float(loss))
     return store, losses
 
@@ -60,7 +57,6 @@ def test_as_the_trainer_computes_it(tmp_path: Path, targets: LoraTargets, dtype:
                 parts.experts.begin(ServingPhase.PREFILL, 24)
                 with torch.inference_mode():
                     loss = parts.model.run(batch(step)).loss
-                assert loss is not None
                 found.append(float(loss))
             live = parts.store.cache.residency.stats()
             assert not any(parameter.requires_grad for parameter in parts.model.module.parameters())
@@ -76,10 +72,7 @@ def test_a_ring_is_refused_where_experts_have_pairs(tmp_path: Path) -> None:
         store, _ = adapted(tmp_path / "experts", lora, torch.float32)
     for name, value in (("ring.memory", "ring"), ("ring.layers", 1)):
         config = serving(store, {"host_budget": 64 << 20, name: value})
-        with (
-            refuses(ConfigError, f"{name}:", store, "tierstore deploy"),
-            open_served(config),
-        ):
+        with refuses(ConfigError, f"{name}:", store, "tierstore deploy"), open_served(config):
             pass
     with quiet_peft():
         store, _ = adapted(

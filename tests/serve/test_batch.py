@@ -1,7 +1,5 @@
 """Batches: sequences join, go on and leave with the tokens and the bits that are promised; who guesses for them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 
@@ -21,14 +19,6 @@ from tierstore.serve.batch import BatchRunner, InvariantRunner
 from tierstore.serve.experts import ServingPhase
 
 KINDS = (BatchRunner, InvariantRunner)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,5 @@
 """A pass that fails, for a damaged record or for its own reasons, ends its access; the next one is as if it had not been."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

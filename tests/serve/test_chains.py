@@ -2,8 +2,6 @@
 ``decode``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from click.testing import CliRunner
 from fake_server import MODEL, serving
 from served_stores import chain_store, serve_config
@@ -67,16 +64,12 @@ class _Chain:
 
 
 def _opened(directory: Path, tokenizer: Any, *scripts: list[int], **generation: Any) -> Iterator[_Chain]:
-    threads = torch.get_num_threads()
     plain, store = chain_store(directory, tokenizer, scripts, generation=generation)
-    try:
-        with (
-            serving(opened=lambda: open_running(serve_config(store, host_budget=64 << 20))) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
-        ):
-            yield _Chain(plain, tokenizer, store, client, server.service.engine.running.lines)
-    finally:
-        torch.set_num_threads(threads)
+    with (
+        serving(opened=lambda: open_running(serve_config(store, host_budget=64 << 20))) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield _Chain(plain, tokenizer, store, client, server.service.engine.running.lines)
 
 
 @pytest.fixture(scope="module")

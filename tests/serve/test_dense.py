@@ -1,7 +1,5 @@
 """Dense parts of a served model: quick products of few rows, and compiled blocks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

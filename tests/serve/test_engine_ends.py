@@ -1,7 +1,5 @@
 """An engine that is left before its model is open, and requests that nobody waits for any more."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping

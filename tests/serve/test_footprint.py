@@ -1,7 +1,5 @@
 """Budgets of serving that follow from ``memory``, by hand and for any memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Texts through a runner, replays of their decisions, what caches take, and ``tierstore generate``."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -173,71 +171,52 @@ def _generate(store: Path, *arguments: str) -> Any:
 
 def test_the_command(tmp_path: Path) -> None:
     _, store = store_of(tmp_path, "mixtral")
-    threads = torch.get_num_threads()
-    try:
-        one = _generate(store, "--prompt", "ab", "--max-tokens", "5", "--record-trace", str(tmp_path / "t"))
-        assert one.exception is None, one.output
-        assert "at most 1 sequence of 7 tokens" in one.output
-        assert "tokens/s" in one.output
-        assert (tmp_path / "t").exists()
-        sampled = [
-            "--prompt",
-            "ab",
-            "--prompt",
-            "c",
-            "--temperature",
-            "1",
-            "--seed",
-            "4",
-            "--max-tokens",
-            "5",
-            "--json",
-        ]
-        first, again = (json.loads(_generate(store, *sampled).stdout.splitlines()[-1]) for _ in range(2))
-        assert [text["tokens"] for text in first["texts"]] == [text["tokens"] for text in again["texts"]]
-        assert [text["prompt_tokens"] for text in first["texts"]] == [2, 1]
-        assert first["misses"] > 0
-        invariant = _generate(store, *sampled, "--batch-invariant")
-        assert len(json.loads(invariant.stdout.splitlines()[-1])["texts"]) == 2
-    finally:
-        torch.set_num_threads(threads)
+    one = _generate(store, "--prompt", "ab", "--max-tokens", "5", "--record-trace", str(tmp_path / "t"))
+    assert one.exception is None, one.output
+    assert "at most 1 sequence of 7 tokens" in one.output
+    assert "tokens/s" in one.output
+    assert (tmp_path / "t").exists()
+    sampled = [
+        *("--prompt", "ab", "--prompt", "c"),
+        *("--temperature", "1", "--seed", "4"),
+        "--max-tokens=5",
+        "--json",
+    ]
+    first, again = (json.loads(_generate(store, *sampled).stdout.splitlines()[-1]) for _ in range(2))
+    assert [text["tokens"] for text in first["texts"]] == [text["tokens"] for text in again["texts"]]
+    assert [text["prompt_tokens"] for text in first["texts"]] == [2, 1]
+    assert first["misses"] > 0
+    invariant = _generate(store, *sampled, "--batch-invariant")
+    assert len(json.loads(invariant.stdout.splitlines()[-1])["texts"]) == 2
 
 
 def test_memory_of_the_whole_process(tmp_path: Path) -> None:
     """Experts get what is left, here all that they take; less than the rest needs is refused before a pass."""
     _, store = store_of(tmp_path, "mixtral")
-    threads = torch.get_num_threads()
     base = ["generate", str(store), "--prompt", "ab", "--max-tokens", "5", "--set", "threads=1", "--json"]
-    try:
-        made = [CliRunner().invoke(cli, [*base, *more]) for more in ([], ["--memory", "8GiB"])]
-        default, given = (json.loads(one.stdout.splitlines()[-1]) for one in made)
-        assert default["texts"][0]["tokens"] == given["texts"][0]["tokens"]
-        experts = given["memory"]["parts"][0]
-        assert experts["part"] == "experts"
-        assert default["memory"]["parts"][0] == experts
-        assert given["memory"]["announced_bytes"] < 8 << 30
-        # Every expert is read at most once.
-        assert 0 < given["read_bytes"] <= experts["held_bytes"]
-        small = CliRunner().invoke(cli, [*base, "--memory", "1MiB"])
-        assert (small.exit_code, "memory: expected at least" in small.stderr) == (2, True), small.stderr
-    finally:
-        torch.set_num_threads(threads)
+    made = [CliRunner().invoke(cli, [*base, *more]) for more in ([], ["--memory", "8GiB"])]
+    default, given = (json.loads(one.stdout.splitlines()[-1]) for one in made)
+    assert default["texts"][0]["tokens"] == given["texts"][0]["tokens"]
+    experts = given["memory"]["parts"][0]
+    assert experts["part"] == "experts"
+    assert default["memory"]["parts"][0] == experts
+    assert given["memory"]["announced_bytes"] < 8 << 30
+    # Every expert is read at most once.
+    assert 0 < given["read_bytes"] <= experts["held_bytes"]
+    small = CliRunner().invoke(cli, [*base, "--memory", "1MiB"])
+    assert (small.exit_code, "memory: expected at least" in small.stderr) == (2, True), small.stderr
 
 
 def test_a_deployed_store_brings_its_settings(tmp_path: Path) -> None:
     """They hold but for those that are given."""
     _, store = store_of(tmp_path, "mixtral")
-    threads = torch.get_num_threads()
-    try:
-        settings = {"host_budget": 8 << 20, "prefetch.predictor": "none", "batch.sequences": 3}
-        Deployment(settings=settings, profile={}, stages=()).write(store)
-        made = _generate(store, *["--prompt", "a"] * 4, "--max-tokens", "2")
-        assert made.exception is None, made.output
-        assert "deployment.json: prefetch.predictor = none, batch.sequences = 3\n" in made.output
-        assert "experts 4 MiB" in made.output
-        assert "at most 3 sequences of 3 tokens" in made.output
-    finally:
-        torch.set_num_threads(threads)
+    settings = {"host_budget": 8 << 20, "prefetch.predictor": "none", "batch.sequences": 3}
+    Deployment(settings=settings, profile={}, stages=()).write(store)
+    made = _generate(store, *["--prompt", "a"] * 4, "--max-tokens", "2")
+    assert made.exception is None, made.output
+    assert "deployment.json: prefetch.predictor = none, batch.sequences = 3\n" in made.output
+    assert "experts 4 MiB" in made.output
+    assert "at most 3 sequences of 3 tokens" in made.output
     (store / "deployment.json").write_text("{}")
     assert "not a deployment" in _generate(store, "--prompt", "a").stderr
 

@@ -1,7 +1,5 @@
 """What a model's directory says of its texts: tokenizer, template, ends, sampling."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

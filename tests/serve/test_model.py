@@ -4,9 +4,6 @@ The products of a window have more rows and round otherwise, so that fp32 and bf
 agree to its precision.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,14 +27,6 @@ OUTPUTS: dict[str, Any] = {
     "use_cache": False,
     "use_return_dict": False,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,12 +71,7 @@ def test_padding_is_a_token_of_the_vocabulary(written: dict[str, Any], pad: int)
 
 def test_yarn_stretches_the_context() -> None:
     """Four times the original 32, with ``max_position_embeddings`` as it was; the tokens are those of transformers."""
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     plain, served = wrapped("qwen3_moe", max_position_embeddings=32, rope_parameters=yarn)
     assert served.model.context == 128
     prompts = drawn([100])
@@ -138,9 +122,7 @@ def test_which_tokens_are_visible() -> None:
     """By hand: one row of four tokens, one of two behind two of padding; the last two are this pass's."""
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     found = visible_tokens(mask, 2)
-    assert found is not None
     assert found.int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]], [[0, 0, 1, 0], [0, 0, 1, 1]]]
     padded = visible_tokens(mask, 4)
-    assert padded is not None
     assert padded[1].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     assert visible_tokens(mask[:1], 1) is None

@@ -1,7 +1,5 @@
 """Opening a store to serve it: what is refused, what the model computes, what is free at its end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -93,7 +91,6 @@ def test_what_missed_steps_cost_is_what_the_formula_says(small: _Trained) -> Non
     """One frame: every expert that is asked for is read, whole where it has missed steps."""
     summary = read_summary(small.store)
     schema = summary.schema(EXPERT_SCHEMA)
-    assert schema is not None
     with open_served(serving(small.store, {"prefetch.depth": 0})) as parts:
         for layer in parts.spec.moe_layers:
             for _ in parts.experts.forward(layer, range(12)):
@@ -136,11 +133,7 @@ def test_dense_parameters_are_held_in_the_type_that_passes_need(text: Path, tmp_
 
 def test_several_serve_and_a_trainer_is_told_who(small: _Trained, tmp_path: Path) -> None:
     store = shutil.copytree(small.store, tmp_path / "store")  # it is opened to write, too
-    with (
-        open_served(serving(store)) as one,
-        open_served(serving(store)) as other,
-        reader(store) as (pid, _),
-    ):
+    with open_served(serving(store)) as one, open_served(serving(store)) as other, reader(store) as (pid, _):
         assert mean_loss(one, small.batches) == mean_loss(other, small.batches) == small.loss
         with refuses(StoreInUseError, store, "pid") as refused:
             ParameterStore.open(store, StoreConfig())
@@ -224,10 +217,7 @@ def test_what_is_held_fits_this_machine(small: _Trained) -> None:
     check_memory(*held, DeviceKind.CPU, usable=10 << 20)
     check_memory(*held, DeviceKind.CUDA, usable=8 << 20)
     asked = {"host_budget": 1 << 60}
-    with (
-        refuses(BudgetError, "host_budget:"),
-        open_served(serving(small.store, asked)),
-    ):
+    with refuses(BudgetError, "host_budget:"), open_served(serving(small.store, asked)):
         pass
 
 

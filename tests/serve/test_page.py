@@ -4,8 +4,6 @@ Over the fake model what is shown is known: a chat's answer as it streams, token
 mode without a chat; no error on the console, and no request to anywhere else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

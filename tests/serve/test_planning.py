@@ -1,7 +1,5 @@
 """Plans of serving: a pass by hand, even routing, and a trace's replay with the very counts of the run that was recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -67,7 +65,6 @@ def test_even_routing_by_hand(spec: HfSpec) -> None:
     assert one.decode.pass_s == seconds
     assert one.decode.tokens_per_s == 1 / seconds
     # Two tokens: 8 (1 - (6/8)^2) = 3.5 experts of a layer.
-    assert one.prefill is not None
     assert one.prefill.asked_count == 7.0
     assert made.evidence is Evidence.ASSUMED
     # Keys and values: 2 x 2 heads of 8 values, fp32, of 10 tokens and two layers, one of which is there twice.
@@ -120,7 +117,6 @@ def test_each_expert_that_is_read_takes_a_latency(spec: HfSpec) -> None:
     half = (1 + 8) * (-(-4 * model.expert_numel // 4096) * 4096)  # as above
     profile = replace(SLOW, disk_read=Cost(latency, math.inf))
     (one,) = plan_serving(spec, ServedWork(prompt_tokens=2, context=10), profile, budgets=[half]).budgets
-    assert one.prefill is not None
     # 3.5 of a pass's seven experts are missed, and two of a decode pass's four.
     assert one.prefill.pass_s == 4 * model.dense + 3.5 * latency
     assert one.decode.pass_s == 4 * model.dense + 2 * latency

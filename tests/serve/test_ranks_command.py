@@ -1,21 +1,18 @@
 """``torchrun ... tierstore generate`` and ``serve``: two real ranks over one imported store."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from served_stores import make_tiny_store
+from test_serve_command import Serving, serving_process
 
 PATIENCE_S = 120
 PROMPTS = ("two experts", "in the store", "a")
@@ -48,19 +45,8 @@ def texts(store: Path, ranks: int) -> list[dict[str, object]]:
     return [{name: value for name, value in text.items() if name != "first_token_s"} for text in found]
 
 
-@contextmanager
-def served(store: Path) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
-    line = command("serve", store, "--port", "0", "--json", *OPTIONS)
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
-            with openai.OpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-            ) as client:
-                yield process, client
-        finally:
-            process.kill()
+def served(store: Path) -> Serving:
+    return serving_process(*command("serve", store, "--port", "0", "--json", *OPTIONS))
 
 
 def rank_of(torchrun: subprocess.Popen[str], rank: int) -> int:

@@ -1,7 +1,5 @@
 """What serving refuses before a model is open: the type of each error, and the options, files and values that it names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

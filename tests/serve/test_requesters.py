@@ -1,7 +1,5 @@
 """Which sequences ask for which experts: numbers by hand, what sources are told, and traces that replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

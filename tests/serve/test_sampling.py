@@ -1,7 +1,5 @@
 """Sampling against transformers' own processors, by seed, and worked by hand."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

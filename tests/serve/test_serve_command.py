@@ -1,25 +1,23 @@
 """``tierstore serve`` as users run it: real processes over a tiny imported store, asked by OpenAI's client."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import openai
 import pytest
+from command_line import invoke, object_of
 from served_stores import make_tiny_store
-
-from tierstore.cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 PATIENCE_S = 120
+Serving = AbstractContextManager[tuple[subprocess.Popen[str], openai.OpenAI]]
 PROMPT, TOKENS = "two experts in the store", 24
 
 
@@ -29,18 +27,24 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(store: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
-    """The server on a port of its own, and a client of it."""
-    command = [sys.executable, "-m", "tierstore.cli.main", "serve", str(store), "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+def serving_process(*command: object) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    """A process that serves, and a client of it."""
+    with subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
-            line = next(line for line in process.stderr if line.startswith("serving "))
-            url = f"{line.split()[-1]}/v1"
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+            url = next(line for line in process.stderr if line.startswith("serving ")).split()[-1]
+            with openai.OpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+            ) as client:
                 yield process, client
         finally:
             process.kill()
+
+
+def served(store: Path, *options: str) -> Serving:
+    """The server on a port of its own."""
+    return serving_process(sys.executable, "-m", "tierstore.cli.main", "serve", store, "--port", 0, *options)
 
 
 def contents(store: Path) -> dict[str, str]:
@@ -52,13 +56,11 @@ def contents(store: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_server_from_start_to_end(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_from_start_to_end(store: Path) -> None:
     """It answers as ``generate`` does, drains at SIGTERM, and leaves the store as it was."""
     before = contents(store)
-    options = ["--max-tokens", str(TOKENS), "--temperature", "0", "--json", "--host-budget", "256KiB"]
-    with pytest.raises(SystemExit):
-        cli.main(["generate", str(store), "--prompt", PROMPT, *options])
-    (text,) = json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
+    options = ("--max-tokens", TOKENS, "--temperature", 0, "--host-budget", "256KiB")
+    (text,) = object_of("generate", store, "--prompt", PROMPT, *options)["texts"]
 
     with served(store, "--host-budget", "256KiB", "--json", "--batch-invariant") as (process, client):
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -69,7 +71,6 @@ def test_a_server_from_start_to_end(store: Path, capsys: pytest.CaptureFixture[s
         process.send_signal(signal.SIGTERM)
         assert "".join(chunk.choices[0].text for chunk in (first, *stream)) == text["text"]
         assert process.wait(PATIENCE_S) == 0
-        assert process.stdout is not None
         totals = json.loads(process.stdout.read().splitlines()[-1])
     ended = totals["stop_requests_count"] + totals["length_requests_count"]
     assert (ended, totals["failed_requests_count"]) == (2, 0)
@@ -77,24 +78,21 @@ def test_a_server_from_start_to_end(store: Path, capsys: pytest.CaptureFixture[s
     assert contents(store) == before
 
 
-def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def failed(*arguments: object) -> str:
     """The one line on stderr of a command that ends with status 2."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", *arguments])
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    ended = invoke("serve", *arguments)
+    assert ended.exit_code == 2
+    (line,) = ended.stderr.splitlines()
     return line
 
 
-def test_what_cannot_be_served_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = str(tmp_path / "nothing")
-    assert f"tierstore: error: {nothing}: no store here" in failed(capsys, nothing, "--port", "0")
-    assert "limits.queue: expected at least 1, got 0" in failed(capsys, nothing, "--max-queue", "0")
-    assert "--port" in failed(capsys, nothing, "--port", "70000")
+def test_what_cannot_be_served_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = tmp_path / "nothing"
+    assert f"tierstore: error: {nothing}: no store here" in failed(nothing, "--port", "0")
+    assert "limits.queue: expected at least 1, got 0" in failed(nothing, "--max-queue", "0")
+    assert "--port" in failed(nothing, "--port", "70000")
     keys = tmp_path / "keys"
     keys.write_text("short\n")
-    assert f"{keys}:1: expected at least 16" in failed(capsys, nothing, "--api-keys", str(keys))
+    assert f"{keys}:1: expected at least 16" in failed(nothing, "--api-keys", keys)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert 'pip install "tierstore[serve]"' in failed(capsys, nothing)
+    assert 'pip install "tierstore[serve]"' in failed(nothing)

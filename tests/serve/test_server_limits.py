@@ -1,7 +1,5 @@
 """Limits, keys, clients that leave or hold on, and the end of a server, over the fake model."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import io
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,8 +46,15 @@ def streaming(fake: Fake, **fields: object) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def until(condition: object, what: str) -> None:
-    assert callable(condition)
+def asking(fake: Fake, **fields: object) -> threading.Thread:
+    """A request under way in a thread."""
+    url, options = f"{fake.url}/v1/completions", {"json": body(**fields), "timeout": PATIENCE_S}
+    thread = threading.Thread(target=httpx.post, args=(url,), kwargs=options)
+    thread.start()
+    return thread
+
+
+def until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, what
@@ -62,12 +67,7 @@ def error(answer: httpx.Response) -> str:
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back() -> None:
     with serving(room=1, pass_s=0.02, limits=LimitsConfig(queue=1)) as fake, streaming(fake):
-        waiting = threading.Thread(
-            target=httpx.post,
-            args=(f"{fake.url}/v1/completions",),
-            kwargs={"json": body(tokens=1), "timeout": 60},
-        )
-        waiting.start()
+        waiting = asking(fake, tokens=1)
         until(lambda: len(fake.service.engine.queue) == 1, "a request waits")
         answer = httpx.post(f"{fake.url}/v1/completions", json=body())
         assert answer.status_code == 429
@@ -80,12 +80,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back() -> None:
 
 def test_tokens_in_the_queue_are_limited() -> None:
     with serving(room=1, pass_s=0.02, limits=LimitsConfig(queue_tokens=100)) as fake, streaming(fake):
-        ask = threading.Thread(
-            target=httpx.post,
-            args=(f"{fake.url}/v1/completions",),
-            kwargs={"json": body(tokens=90), "timeout": PATIENCE_S},
-        )
-        ask.start()
+        ask = asking(fake, tokens=90)
         until(lambda: fake.service.engine.queue.tokens == 94, "a request waits")
         answer = httpx.post(f"{fake.url}/v1/completions", json=body(tokens=3))
         assert answer.status_code == 429
@@ -117,16 +112,7 @@ def test_a_request_that_takes_too_long_ends() -> None:
 def test_decoding_goes_on_between_prefills() -> None:
     """Prompts of 300 tokens come in one at a time (``prefill_tokens``), with a step of all others after each."""
     with serving(room=8, pass_s=0.01, limits=LimitsConfig(prefill_tokens=300)) as fake, streaming(fake):
-        asks = [
-            threading.Thread(
-                target=httpx.post,
-                args=(f"{fake.url}/v1/completions",),
-                kwargs={"json": body("x" * 300, 60), "timeout": 60},
-            )
-            for _ in range(5)
-        ]
-        for ask in asks:
-            ask.start()
+        asks = [asking(fake, prompt="x" * 300, tokens=60) for _ in range(5)]
         for ask in asks:
             ask.join()
         done = [what for what, _ in fake.runner.passes]
@@ -200,7 +186,6 @@ def program(pass_s: float, *limits: str) -> Iterator[tuple[subprocess.Popen[str]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     environment.pop("PYTHONSAFEPATH", None)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         try:
             yield process, process.stdout.readline().strip()
         finally:

@@ -1,9 +1,7 @@
 """Models served from stores against transformers' own ``generate``: the same bits whatever memory and guesses there are."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,6 @@ from tierstore.serve.config import ExpertMemory
 LENGTHS = (7, 3, 12, 1, 5, 20, 9, 2)
 PREDICTORS = (PredictorName.NONE, PredictorName.HISTORY, PredictorName.ROUTER)
 MEMORIES = (ExpertMemory.RING, ExpertMemory.SPARSE)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class _Case:

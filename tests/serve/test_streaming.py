@@ -1,7 +1,5 @@
 """Streamed text: whole characters, no part of a stop string, and together what was decoded at once."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -104,8 +102,7 @@ _KINDS += [f"{kind}/clean_up_tokenization_spaces" for kind in _KINDS if kind != 
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def _pieces(tokenizer: Any, context: Sequence[int] = ()) -> TokenPieces:

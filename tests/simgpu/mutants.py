@@ -3,8 +3,6 @@
 They were listed before the checker saw them. Each replaces the one place where ``old`` stands in ``file``.
 """
 
-from __future__ import annotations
-
 import importlib
 import types
 from collections.abc import Mapping

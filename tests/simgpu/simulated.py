@@ -57,13 +57,11 @@ def load(directory: Path) -> None:
 
 def violations() -> dict[str, int]:
     """Accesses that nothing orders, and how often."""
-    found: dict[str, int] = _native.violations()
-    return found
+    return _native.violations()
 
 
 def counts() -> dict[str, int]:
-    found: dict[str, int] = _native.counts()
-    return found
+    return _native.counts()
 
 
 def reset() -> None:
@@ -272,8 +270,7 @@ class _Queue:
         return self.get(False)
 
     def empty(self) -> bool:
-        empty: bool = self._items.empty()
-        return empty
+        return self._items.empty()
 
     def __class_getitem__(cls, item: Any) -> type[_Queue]:
         return cls

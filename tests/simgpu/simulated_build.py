@@ -1,7 +1,5 @@
 """Builds the simulated device: torch's own headers and g++, once for each version of its sources and of torch."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Every planted bug is found by the simulated device, and nothing where none is planted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulated device itself: it finds races, and none where there are none; it counts."""
 
-from __future__ import annotations
-
 import pytest
 from device_cases import CASES, run_case
 from launcher import Ranks

@@ -1,7 +1,5 @@
 """What tierstore asks of a device beside computing: host memory that cannot be pinned, the current device, own loops."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time
@@ -223,7 +221,6 @@ def test_ranks_that_share_a_device_are_refused(simulated_ranks: Ranks) -> None:
 
 def _own_loop(mesh: Mesh, store: Path, device_budget: int = 0) -> tuple[list[list[float]], int]:
     """The outputs of two steps that use each expert, and the bytes copied to the device in them."""
-    torch.set_num_threads(1)
     shape = ExpertShape(8, 16)
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(6, 8, generator=generator)
@@ -286,7 +283,6 @@ def _drawn(mesh: Mesh, store: Path, text: str) -> Any:
     """Losses, violations, counts and the timeline's slices of ``STEPS`` steps; the expert copies made."""
     config = load(TrainConfig, None, {**TINY, **FEW_SLOTS, "data.paths": (text,), "store": store})
     path = store.with_suffix(f".{mesh.world.rank}.json")
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     with (
         sdpa_kernel(SDPBackend.MATH),

@@ -1,7 +1,5 @@
 """Several ranks, each with a device: the bits of as many ranks on the CPU, and every access is ordered."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokens served from a device with memory of its own: the CPU's, and every access is ordered."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path

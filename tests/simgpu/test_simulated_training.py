@@ -1,7 +1,5 @@
 """tierstore trains on a device with memory of its own: the CPU's bits, every access is ordered, and the host goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

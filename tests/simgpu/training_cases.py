@@ -1,7 +1,5 @@
 """What a rank with a simulated device trains in tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +67,6 @@ Trained = tuple[tuple[list[float], float, int], dict[str, int], dict[str, int]]
 
 def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Trained:
     """``STEPS`` steps of a new run, an evaluation and a commit, on the device of ``mesh``."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     simulating = has_own_memory(mesh.device)
     config = load(TrainConfig, None, {**TINY, **FEW_SLOTS, "data.paths": (text,), "store": store, **settings})
@@ -90,7 +87,6 @@ def uploads(mesh: Mesh, store: Path, slots: int, text: str, depth: int = 0) -> t
     """What a step copies to a device with ``slots``, if each pass reaches all 12 experts: experts, and all bytes. Also an
     expert's bytes, and the experts that a forward pass after the step copies.
     """
-    torch.set_num_threads(1)
     settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": depth, "data.paths": (text,)}
     numel = load(TrainConfig, None, settings).model.expert_shape.numel
     nbytes = DeviceSlots(numel, torch.float32, slots, min(slots, 3)).nbytes
@@ -163,7 +159,6 @@ def train_with(
 
 def record(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> list[simulated.Node]:
     """The graph of the steps after the first, without what differs in each run: times, tickets, numbers of streams."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, "data.paths": (text,), "store": store, **settings})
     with sdpa_kernel(SDPBackend.MATH), open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         trainer.step()

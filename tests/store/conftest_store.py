@@ -173,3 +173,11 @@ class ArrayModel:
         other.step, other.counts = self.step, dict(self.counts)
         other.records = {key: [array.copy() for array in arrays] for key, arrays in self.records.items()}
         return other
+
+
+def small_model(numel: int) -> ArrayModel:
+    """Of what ``small_store`` holds."""
+    model = ArrayModel(AdamWConfig())
+    for key, weight in weights(4, numel).items():
+        model.register(key, weight)
+    return model

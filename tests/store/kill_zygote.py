@@ -6,8 +6,6 @@ says on standard output ``pid N``, ``begin GENERATION CRC`` before each commit a
 it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

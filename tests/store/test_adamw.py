@@ -1,7 +1,5 @@
 """Rows of hyperparameters against torch's AdamW, and the history of steps worked by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

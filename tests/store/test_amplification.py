@@ -1,7 +1,5 @@
 """Only what is dirty is written: bytes to the drive against bytes changed, the index and padding included."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Awaiting the store from asyncio: others run meanwhile, and cancelling stops the waiting, not the work."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -9,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import ArrayModel, flip_bit, small_store, weights
+from conftest_store import flip_bit, small_model, small_store, weights
 
 from tierstore import _native
 from tierstore.errors import ChecksumError
-from tierstore.store import AdamWConfig, Group, ParameterStore, StoreConfig
+from tierstore.store import Group, ParameterStore, StoreConfig
 
 NUMEL = 3000
 
@@ -23,9 +21,7 @@ def gradient(seed: int) -> np.ndarray:
 
 
 async def test_fetch_update_commit(tmp_path: Path) -> None:
-    model = ArrayModel(AdamWConfig())
-    for key, weight in weights(4, NUMEL).items():
-        model.register(key, weight)
+    model = small_model(NUMEL)
     with small_store(tmp_path / "store", budget=120_000) as store:
         for step in range(6):
             gradients = {f"e{step % 4}": gradient(step)}

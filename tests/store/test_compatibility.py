@@ -4,8 +4,6 @@
 DIRECT record, one snapshot and named state; ``store-v2.json`` says what it holds.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checksum of a store's content changes nothing, wherever the bytes lie and however far behind records are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A store that was copied: two with one uuid, of which only one can have the stripe directories."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damage on disk is found, and named; a store that is not what it says is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

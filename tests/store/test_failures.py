@@ -2,8 +2,6 @@
 standing.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """What a lease shows: views that are always there, whatever the cache did before, and clear refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The format worked by hand, and a reader written from docs/FORMAT.md alone."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frozen records: weights alone, written once, read for ever, in whatever company."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

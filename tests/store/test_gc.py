@@ -1,10 +1,7 @@
 """Garbage: all that a crash leaves goes, all that a commit refers to stays, and what is not known is left alone."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import done, invoke, object_of
 from conftest_store import small_store, step_all
-from hypothesis import HealthCheck, given, settings
+from effort import with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import _native
-from tierstore.cli.main import cli
 from tierstore.errors import StoreFormatError, StoreInUseError, StoreMissingError
 from tierstore.store import ParameterStore, StoreConfig, StripeConfig
 from tierstore.store.committing import Keep
@@ -256,11 +254,7 @@ def test_killed_at_any_moment_the_next_one_finishes(
     assert moment > 5
 
 
-@settings(
-    deadline=None,
-    max_examples=8,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(8)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, COUNT - 1), max_size=4), st.booleans()), min_size=1, max_size=6
@@ -286,26 +280,16 @@ def test_every_commit_that_counts_survives(tmp_path: Path, steps: list[tuple[lis
     assert content(path) == expected
 
 
-def test_the_command(crashed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["gc", *arguments])
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    status, out, _ = run(str(crashed), "--dry-run")
-    assert status == 0
-    assert "would be freed" in out
-    status, out, _ = run(str(crashed), "--json")
-    shown = json.loads(out.splitlines()[-1])
-    assert status == 0
+def test_the_command(crashed: Path) -> None:
+    assert "would be freed" in done("gc", crashed, "--dry-run").stdout
+    shown = object_of("gc", crashed)
     assert shown["freed_bytes"] > 0
     assert {Path(item["path"]).name for item in shown["garbage"]} >= {"expert.weights", "expert.gradients"}
     with ParameterStore.open(crashed, CONFIG):
-        status, _, err = run(str(crashed))
-    assert status == 2
-    assert len(err.splitlines()) == 1
-    assert "open in another process" in err
+        refused = invoke("gc", crashed)
+    assert refused.exit_code == 2
+    assert len(refused.stderr.splitlines()) == 1
+    assert "open in another process" in refused.stderr
 
 
 @pytest.mark.parametrize("way", [".", "..", "extents/.."])

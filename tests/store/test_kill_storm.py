@@ -1,7 +1,5 @@
 """SIGKILLs of a process that commits in a loop: what was acknowledged is there, whole."""
 
-from __future__ import annotations
-
 import os
 import random
 import select

@@ -1,7 +1,5 @@
 """Weights of frozen records where a mapping of their file has them: here the page cache stands in for an NVDIMM."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

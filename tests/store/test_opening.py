@@ -1,7 +1,5 @@
 """What an opening decides of budgets."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -73,13 +71,6 @@ POINT = IoPoint(
 )
 
 
-@pytest.fixture
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "profile.json"
-    monkeypatch.setenv("TIERSTORE_IO_PROFILE", str(path))
-    return path
-
-
 def test_built_in_without_a_profile(profile: Path, tmp_path: Path) -> None:
     found = tune(IoConfig(), tmp_path)
     assert (found.chunk_bytes, found.queue_depth) == (1 << 20, 32)
@@ -104,6 +95,7 @@ def test_what_is_configured_wins_each_for_itself(profile: Path, tmp_path: Path) 
 
 
 def test_a_broken_profile_is_said_and_does_no_harm(profile: Path, tmp_path: Path) -> None:
+    profile.parent.mkdir()
     profile.write_text("{")
     found = tune(IoConfig(), tmp_path)
     assert (found.chunk_bytes, found.queue_depth) == (1 << 20, 32)

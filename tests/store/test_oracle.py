@@ -1,7 +1,5 @@
 """Random programs of a store at random budgets hold, bit for bit, what arrays in memory hold."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commits of several ranks: a prepared commit can be undone until it is acknowledged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

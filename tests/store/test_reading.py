@@ -1,7 +1,5 @@
 """A store that is opened to read: by several at once, beside no writer, and without a byte of it written."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

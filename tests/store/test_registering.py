@@ -1,7 +1,5 @@
 """Fresh records: what their memory held before, and what a refusal or a failure leaves of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

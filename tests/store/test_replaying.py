@@ -1,7 +1,5 @@
 """Weights of records that have missed steps, in a store that is opened to read: replayed in memory, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest_store import flip_bit, small_store, weights
-from hypothesis import HealthCheck, given, settings
+from effort import with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 from test_reading import fingerprint
 
@@ -150,11 +149,7 @@ def test_moments_that_are_damaged_are_named(tmp_path: Path) -> None:
                 pass
 
 
-@settings(
-    max_examples=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(20)
 @given(
     order=st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=30),
     frames=st.integers(1, COUNT),

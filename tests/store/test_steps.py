@@ -1,17 +1,15 @@
 """Optimizer steps: one at a time, taken or abandoned as a whole, and never by a store that is left half stepped."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import ArrayModel, small_store, weights
+from conftest_store import small_model, small_store
 
 from tierstore.cache.config import CacheConfig
 from tierstore.errors import BudgetError, StoreError, StorePoisonedError
-from tierstore.store import AdamWConfig, ParameterStore, RecordSchema, StoreConfig
+from tierstore.store import ParameterStore, RecordSchema, StoreConfig
 
 NUMEL = 3000
 LR = 0.1
@@ -29,9 +27,7 @@ def in_a_step(store: ParameterStore, *keys: str, error: Exception | None = None)
 
 
 def test_a_step_in_parts_is_one_step(tmp_path: Path) -> None:
-    model = ArrayModel(AdamWConfig())
-    for key, weight in weights(4, NUMEL).items():
-        model.register(key, weight)
+    model = small_model(NUMEL)
     with small_store(tmp_path / "store", budget=120_000) as store:
         for number in range(3):
             with store.optimizer_step(LR) as step:

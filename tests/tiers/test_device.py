@@ -1,7 +1,5 @@
 """The contract of a device tier, for every device here: slots hold what was loaded, gradients land whole."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator
@@ -131,7 +129,6 @@ def test_a_load_waits_for_what_was_computed_before_its_slot_was_released(
 
     class Stream(_Idle):
         def wait_event(self, event: object) -> None:
-            assert isinstance(event, Event)
             awaited.append(event.reached)
 
     with Engine() as engine, _faked(monkeypatch), monkeypatch.context() as patch:

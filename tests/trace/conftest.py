@@ -1,7 +1,5 @@
 """Traces to write and read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

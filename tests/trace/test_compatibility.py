@@ -5,8 +5,6 @@ every second step, a validation), ``trace-v2.kinds.trace`` has every kind of eve
 them. ``trace-v2.json`` says what they held and came to.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A parser written from docs/TRACES.md alone, with nothing of tierstore, reads every byte of a trace."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Records, events, chunks and headers as bytes and back; the shares of layers."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

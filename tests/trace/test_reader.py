@@ -1,7 +1,5 @@
 """Reading: what was written comes back; what is malformed is refused where it is wrong."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

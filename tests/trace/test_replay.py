@@ -1,7 +1,5 @@
 """What is recorded replays as it was."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Traces written event by event, by columns, and recorded from a core."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

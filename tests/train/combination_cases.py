@@ -1,7 +1,5 @@
 """How each feature of ``tierstore.train.combinations`` is switched on in a tiny run, and what such a run comes to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from rank_cases import TINY
 
 from tierstore.config import load
@@ -119,7 +116,6 @@ def train_features(
     mesh: Mesh, store: Path, settings: Mapping[str, Any], features: frozenset[Feature], model: Path
 ) -> tuple[list[float], int, str, bool]:
     """``STEPS`` steps into ``store``: an ``Outcome``. ``model`` is the checkpoint of an imported one."""
-    torch.set_num_threads(1)
     opening, losses = Opening.CREATE, []
     try:
         config = load(TrainConfig, None, {**settings, "store": store})

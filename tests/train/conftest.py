@@ -1,16 +1,14 @@
 """Tiny runs in this process: a text, a configuration by dotted names, and what a run computed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
-import torch
 from task_cases import three_tasks, write_texts
+from tiny_runs import MODEL, QUIET, RUN, SCHEDULE
 
 from tierstore._native import ResidencyStats
 from tierstore.config import load
@@ -24,36 +22,18 @@ Settings = Mapping[str, Any]
 RAM = 8 << 20  # holds every tiny model whole
 
 _TINY = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **QUIET,
+    **MODEL,
+    **SCHEDULE,
     "host_budget": RAM,
     "steps": 12,
-    "commit_every": 0,
-    "eval_every": 0,
-    "eval_batches": 1,
-    "sample_tokens": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 12,
-    "model.top_k": 2,
     "data.batch_size": 2,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-class MakeConfig(Protocol):
-    def __call__(self, changes: Settings | None = None) -> TrainConfig: ...
+MakeConfig = Callable[..., TrainConfig]
 
 
 @pytest.fixture
@@ -129,12 +109,10 @@ def least_budget(config: TrainConfig, tmp_path: Path) -> int:
         pass
     assert not (tmp_path / "refused").exists()
     found = re.search(r"minimum is (\d+) bytes", str(refused.value))
-    assert found is not None
     return int(found[1])
 
 
-class Runner(Protocol):
-    def __call__(self, config: TrainConfig, *, stops: tuple[int, ...] = ...) -> Outcome: ...
+Runner = Callable[..., Outcome]
 
 
 @pytest.fixture

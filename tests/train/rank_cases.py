@@ -1,7 +1,5 @@
 """What ranks run in tests of training: module-level functions that ``Ranks.run`` calls on each of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from launcher import Ranks
+from tiny_runs import MODEL, RUN, SCHEDULE
 
 from tierstore.config import load
 from tierstore.decision import Decision
@@ -34,22 +33,12 @@ Settings = Mapping[str, Any]
 Make = Callable[..., dict[str, Any]]
 
 TINY: Settings = {
-    "device": "cpu",
-    "threads": 1,
+    **RUN,
+    **MODEL,
+    **SCHEDULE,
     "host_budget": 4 << 20,
-    "commit_every": 0,
-    "model.d_model": 16,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.seq_len": 8,
-    "model.d_ff": 32,
     "model.experts": 6,
-    "model.top_k": 2,
     "data.batch_size": 4,
-    "schedule.lr": 5e-3,
-    "schedule.warmup_steps": 4,
-    "schedule.total_steps": 40,
-    "io.huge_pages": "off",
 }
 
 
@@ -81,7 +70,6 @@ def train(
     mesh: Mesh, settings: Settings, steps: int, opening: Opening, *, commit_every: int = 0
 ) -> tuple[list[float], list[float], int]:
     """Losses, gradient norms and the checksum of this rank's records after ``steps`` steps in all."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, **settings})
     losses, norms = [], []
     with open_session(config, opening, mesh=mesh) as trainer:
@@ -100,7 +88,6 @@ def checksums(mesh: Mesh, settings: Settings, stops: int | None = None) -> tuple
     """The checksum of this rank's records, and that of all ranks', which meet after every record and go on as long as
     any is at it. Rank ``stops`` is asked to stop after its third record.
     """
-    torch.set_num_threads(1)
     done = 0
 
     def progress(nbytes: int, total: int) -> None:
@@ -170,7 +157,6 @@ def ahead(mesh: Mesh, settings: Settings, by: int) -> None:
 
 def whole_run(mesh: Mesh, settings: Settings, steps: int) -> tuple[list[float], list[float], bytes, int]:
     """Losses, validation losses after every step, a sample, and how many steps were skipped."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, **settings})
     losses, validations = [], []
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
@@ -185,7 +171,6 @@ def guessed(
     mesh: Mesh, settings: Settings, steps: int
 ) -> tuple[list[float], list[tuple[int, int, list[int]]]]:
     """Losses, and what routers offered: from which layer, of which, and how often each expert is chosen."""
-    torch.set_num_threads(1)
     offers: list[tuple[int, int, list[int]]] = []
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
         program = trainer.experts.program  # type: ignore[attr-defined]

@@ -3,8 +3,6 @@
 ``python restricted.py no-uring|no-override ARGUMENTS..``. The restriction holds for this process alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import struct

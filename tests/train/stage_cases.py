@@ -1,13 +1,12 @@
 """What ranks run in tests of pipeline stages."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
 import signal
 import weakref
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,11 @@ def configured(settings: Settings, **changes: Any) -> TrainConfig:
 
 def staged(mesh: Mesh, settings: Settings, steps: int, opening: Opening = Opening.CREATE) -> StageRun:
     """A run to ``steps`` steps in all, committed, validated and sampled."""
-    torch.set_num_threads(1)
     run = StageRun()
     before = sends(mesh)
     with open_session(configured(settings), opening, mesh=mesh) as trainer:
         while trainer.state.position < steps:
-            _step(trainer, run)
+            noted_step(trainer, run)
         _ended(trainer, run)
     run.sends = sends(mesh)[0] - before[0], sends(mesh)[1] - before[1]
     return run
@@ -58,18 +56,17 @@ def spoiled(mesh: Mesh, settings: Settings, where: str, micro: int) -> StageRun:
     """Three steps, of which the second has a loss that is not finite: of micro-batch ``micro``, the last stage's cross
     entropy or ("balance") what balances the first stage's experts.
     """
-    torch.set_num_threads(1)
     run = StageRun()
     with open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer:
-        _step(trainer, run)
+        noted_step(trainer, run)
         with contextlib.ExitStack() as stack:
             if where == "loss":
                 stack.enter_context(mock.patch.object(torch.nn.functional, "cross_entropy", _Nth(micro)))
             elif trainer.model.begins:
                 router = trainer.model.routers()[0].router
                 stack.enter_context(mock.patch.object(router, "forward", _Balance(micro, router.forward)))
-            _step(trainer, run)
-        _step(trainer, run)
+            noted_step(trainer, run)
+        noted_step(trainer, run)
         _ended(trainer, run)
     return run
 
@@ -100,7 +97,7 @@ class _Balance:
         return replace(routing, aux_loss=routing.aux_loss * math.inf) if self._left == -1 else routing
 
 
-def _step(trainer: Trainer, run: StageRun) -> None:
+def noted_step(trainer: Trainer, run: StageRun) -> None:
     result = trainer.step()
     run.losses.append(result.loss)
     run.norms.append(result.grad_norm)
@@ -136,7 +133,6 @@ def graphs_alive(mesh: Mesh, settings: Settings) -> int:
     """The most micro-batches whose graphs were alive at a time in one step: of each, the experts' node of the first layer is
     watched, which holds what the layer has saved.
     """
-    torch.set_num_threads(1)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
 
@@ -163,7 +159,6 @@ def graphs_alive(mesh: Mesh, settings: Settings) -> int:
 
 def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
     """Two steps on a timeline."""
-    torch.set_num_threads(1)
     file = path.with_name(f"{path.name}.{mesh.world.rank}")
     with (
         open_timeline(file) as sink,
@@ -173,18 +168,25 @@ def drawn(mesh: Mesh, settings: Settings, path: Path) -> None:
         trainer.step()
 
 
+@contextlib.contextmanager
+def killed_before(trainer: Trainer, victim: bool, passes: int) -> Iterator[None]:
+    """A ``victim`` is killed by itself at the begin of its pass number ``passes``."""
+    stages = trainer.stages
+    begin = stages.during
+
+    def during(*arguments: Any) -> Any:
+        if victim and len(stages.log) == passes:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin(*arguments)
+
+    with mock.patch.object(stages, "during", during):
+        yield
+
+
 def dying(mesh: Mesh, settings: Settings, victim: int, passes: int) -> None:
-    """Rank ``victim`` is killed by itself at the begin of its pass number ``passes``."""
-    torch.set_num_threads(1)
-    with open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer:
-        assert trainer.stages is not None
-        begin = trainer.stages.during
-
-        def during(*arguments: Any) -> Any:
-            if mesh.world.rank == victim and len(trainer.stages.log) == passes:  # type: ignore[union-attr]
-                os.kill(os.getpid(), signal.SIGKILL)
-            return begin(*arguments)
-
-        with mock.patch.object(trainer.stages, "during", during):
-            while True:
-                trainer.step()
+    with (
+        open_session(configured(settings), Opening.CREATE, mesh=mesh) as trainer,
+        killed_before(trainer, mesh.world.rank == victim, passes),
+    ):
+        while True:
+            trainer.step()

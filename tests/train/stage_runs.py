@@ -1,7 +1,5 @@
 """What the ranks of a test of pipeline stages tell of their runs: apart from the cases, so that it can be pickled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,3 +32,11 @@ def merged(runs: list[StageRun]) -> Mapping[str, int]:
         for key, crc in run.weights.items():
             assert found.setdefault(key, crc) == crc, key
     return found
+
+
+def same(several: list[StageRun], one: StageRun) -> None:
+    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
+    for rank in several:
+        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
+            assert getattr(rank, name) == getattr(one, name), name
+    assert merged(several) == one.weights

@@ -1,7 +1,5 @@
 """What ranks run in tests of tasks, and the settings of three unequal ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user can get wrong: one clear line, exit status 2, and nothing created or changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -31,10 +29,7 @@ SHM = Path("/dev/shm")
 def content(root: Path) -> dict[str, tuple[int, bytes]]:
     """Everything below ``root``: kind and bytes."""
     return {
-        str(path.relative_to(root)): (
-            path.stat().st_mode,
-            path.read_bytes() if path.is_file() else b"",
-        )
+        str(path.relative_to(root)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
         for path in sorted(root.rglob("*"))
     }
 

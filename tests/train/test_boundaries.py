@@ -1,7 +1,5 @@
 """Block inputs come back with their bytes, whatever the budget; what does not fit goes to disk, checked and accounted."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -43,11 +41,7 @@ def opened(
 ) -> BoundaryStore:
     split = split_boundaries(layers, micros, nbytes, slots * PAGE)
     return open_boundaries(
-        core,
-        ledger or StallLedger(),
-        split,
-        micro_batches=micros,
-        device=torch.device("cpu"),
+        core, ledger or StallLedger(), split, micro_batches=micros, device=torch.device("cpu")
     )
 
 

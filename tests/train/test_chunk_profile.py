@@ -1,13 +1,10 @@
 """AUTO's number of chunks by the profile of a machine: what is refused, what it costs, and what ranks choose by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launcher import RankFailedError, Ranks
 from rank_cases import TINY, Make, Settings, alone, train
 from refusals import refuses
@@ -75,7 +72,6 @@ def test_costs_by_hand(tmp_path: Path) -> None:
     config = configured(path)
     found = profiled(mesh_of(2), config.model.expert_shape, path, config.links.rows)
     assert (found.message, found.byte, found.chunk, found.expert, found.row) == (0.25, 1e-5, 0.5, 0.5, 3.072)
-    assert found.backward is not None
     assert (found.backward.expert, found.backward.row, found.backward.row_again) == (0.75, 3.072, 1.024)
     slow = configured(path, {"links.gather.latency": 2.0, "links.gather.bandwidth": 1000})
     limited = profiled(mesh_of(2), config.model.expert_shape, path, slow.links.rows)
@@ -87,7 +83,6 @@ def test_costs_by_hand(tmp_path: Path) -> None:
 def test_a_profile_decides_and_is_named(tmp_path: Path, exchange: Cost, chunks: int) -> None:
     path = write_profile(tmp_path / "p.json", exchange)
     chosen = control_of(configured(path), mesh_of(2)).chosen
-    assert chosen is not None
     assert (chosen.value.forward, chosen.value.backward) == (chunks, chunks)
     assert f"auto: tokens spread evenly, costs of {path}; a layer's passes take" in chosen.describe()
     assert chosen.facts["costs"] == f"of {path}"
@@ -108,10 +103,8 @@ def test_the_plan_says_what_the_run_chooses(tmp_path: Path, latency: float, sett
     path = write_profile(tmp_path / "p.json", Cost(latency, 1e5), expert_forward=Cost(0.003, 1e6))
     config = configured(path, {"data.micro_order": "micro", **settings})
     chosen = control_of(config, mesh_of(2)).chosen
-    assert chosen is not None
     setting = Setting(config=config, model=config.model.architecture, ranks=2)
     degrees = predict(setting, read_profile(path, 2)).degrees
-    assert degrees is not None
     assert tuple(degrees.taken.values()) == (chosen.value.forward, chosen.value.backward)
 
 
@@ -122,12 +115,10 @@ def test_results_of_tensor_parallel_ranks_come_back_in_chunks(tmp_path: Path) ->
     path = write_profile(tmp_path / "p.json", QUICK)
     config = configured(path, {"model.compute_dtype": "fp32"})
     chosen = control_of(config, mesh_of(2, tensor=2)).chosen
-    assert chosen is not None
     assert chosen.value.forward == 4
     computed, back = 128 * 3.072e-3, 128 * 64 / 1e5
     told = configured(None, {"parallel.pipeline_degree": 2})
     number = control_of(told, mesh_of(2, tensor=2)).chosen
-    assert number is not None
     assert number.value.forward == number.value.backward == 2
     backward = 2 * computed + (back + 128 * 4 / 1e5) / 4
     seconds = computed + back / 4 + backward
@@ -156,12 +147,10 @@ def _run(
     mesh: Mesh, settings: Settings, profile: Path
 ) -> tuple[list[float], int, list[int] | None, str, list[int] | None]:
     """Losses and checksum of three steps, the chunks that a resumed run found, AUTO's line, and those of the state."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, **MODEL, **settings, "parallel.profile": str(profile)})
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:
         losses = [trainer.step().loss for _ in range(3)]
         trainer.commit()
-        assert trainer.chunks.chosen is not None
         said, held = trainer.chunks.chosen.describe(), trainer.state.chunks
         crc = trainer.store.records_crc32c()
     with open_session(config, Opening.RESUME, mesh=mesh) as again:

@@ -1,7 +1,5 @@
 """Every pair of features: the same bits as without, or rounding within the stated tolerance, or refused with its reason."""
 
-from __future__ import annotations
-
 import textwrap
 from itertools import combinations
 from pathlib import Path
@@ -9,15 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from combination_cases import (
-    STEPS,
-    WORK,
-    Outcome,
-    logical,
-    settings_of,
-    together,
-    train_features,
-)
+from combination_cases import STEPS, WORK, Outcome, logical, settings_of, together, train_features
 from launcher import Ranks
 
 from tierstore.parallel import ExchangeMode
@@ -71,7 +61,6 @@ def test_what_is_refused_is_found_in_any_company() -> None:
     """Layer order and stages exclude each other, whatever else there is; what is auto asks first."""
     taken = {Feature.NARROW: "adamw.moments", Feature.STAGES: "parallel.stages"}
     why = refusal(taken, Feature.LAYER_MAJOR)
-    assert why is not None
     assert why.startswith("not with parallel.stages (pipeline stages): 1F1B")
     assert refusal(taken, Feature.CHUNKS) is None
     assert refusal(taken, Feature.STAGES) is None

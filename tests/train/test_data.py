@@ -1,7 +1,5 @@
 """Data: the split, the order, exact resumption, and errors that name the file."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

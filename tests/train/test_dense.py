@@ -1,7 +1,5 @@
 """How dense parameters are held changes no bit of a training run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

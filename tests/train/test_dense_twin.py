@@ -1,7 +1,5 @@
 """The built-in model without experts (``model.moe_every = 0``): its bits do not depend on how it is trained either."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

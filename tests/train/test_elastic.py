@@ -1,12 +1,9 @@
 """A resume with another number of ranks makes the store over, and at every instant one of the two is whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -47,17 +44,10 @@ def test_restarts_with_other_numbers_of_ranks(ranks: Ranks, settings: Make) -> N
 
 
 @pytest.mark.slow
-def test_tasks_go_on_where_they_were(ranks: Ranks, text: Path, tmp_path: Path, settings: Make) -> None:
-    """With heads of their own, on 2, 4 and 3 ranks; c is away for one attempt."""
-    parts = {}
-    for number, name in enumerate("abc"):
-        parts[name] = tmp_path / name
-        parts[name].write_bytes(text.read_bytes()[number * 20_000 : (number + 1) * 20_000])
-    of_tasks: dict[str, Any] = {f"tasks.{name}.paths": (str(path),) for name, path in parts.items()}
-    of_tasks |= {"tasks.a.rows": 5, "tasks.b.rows": 3, "tasks.c.rows": 1, "tasks.c.head": "own"}
-    changes = {**of_tasks, "data.batch_size": 9, "data.paths": ()}
-    expected = train(alone(), settings(changes), 6, Opening.CREATE)[0]
-    job = settings({**changes, **ELASTIC})
+def test_tasks_go_on_where_they_were(ranks: Ranks, tasks: Make) -> None:
+    """With a head of its own, on 2, 4 and 3 ranks."""
+    expected = train(alone(), tasks(), 6, Opening.CREATE)[0]
+    job = tasks(ELASTIC)
     losses: list[float] = []
     for size, until in ((2, 2), (4, 4), (3, 6)):
         losses += ranks.run(size, restarted, job, until)[0][0]
@@ -225,7 +215,6 @@ def test_what_is_in_the_way_is_not_removed(ranks: Ranks, settings: Make) -> None
         train(alone(), job, 2, Opening.RESUME)
     assert (mine / "notes").read_text() == "mine"
     state = held_state(job["store"])
-    assert state is not None
     assert state.ranks == 2
 
 

@@ -1,7 +1,5 @@
 """``torchrun`` with nodes that come and go, for real: agents of one rank each on this machine, and no person between."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The example of the built-in trainer runs as it says."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

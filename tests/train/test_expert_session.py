@@ -1,7 +1,5 @@
 """Experts of a plain torch module from a store: what plain torch with AdamW computes, and errors for loops gone wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,12 +1,9 @@
 """What a run takes outside of its budgets: by hand, and what ranks really give their dense parameters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher import Ranks
@@ -57,7 +54,6 @@ def test_by_hand(config: TrainConfig) -> None:
 
 
 def given_to_dense(mesh: Mesh, settings: Settings) -> DenseBytes:
-    torch.set_num_threads(1)
     with open_session(load(TrainConfig, None, {**TINY, **settings}), Opening.CREATE, mesh=mesh) as trainer:
         return trainer.dense.nbytes
 
@@ -138,7 +134,6 @@ def test_budgets_take_no_more_than_memory(spare: int) -> None:
     """
     layered = load(TrainConfig, None, {**TINY, **LAYERED, "host_budget": 0, "memory": 1})
     fixed = fixed_cost(layered, 1000, text=0)
-    assert fixed.boundaries is not None
     one_block = 2 * fixed.boundaries.slot_bytes
     least = least_host_budget(layered, DeviceKind.CPU)
     allowed = fixed.nbytes - fixed.boundary_bytes + one_block + least + spare

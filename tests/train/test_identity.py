@@ -4,8 +4,6 @@ Each mode of training is run once with everything in RAM; then the same steps un
 depth, backend and pattern of commits. The loss of every step and the checksum of every record must be equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import chain, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Layer order computes the bits of micro order, with one access of each layer's experts in a pass."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -300,7 +298,6 @@ def test_a_micro_batch_that_breaks_ends_the_others(
     with open_session(config, Opening.CREATE) as trainer:
         trainer.step()
         order, block, lanes, calls = trainer._layers, trainer.model.blocks[1], [], []
-        assert order is not None
         made, forward = order._lane_of, block.forward
 
         def watched(*arguments: Any) -> Any:

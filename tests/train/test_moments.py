@@ -1,7 +1,5 @@
 """Narrow moments in training: what a step reads and writes, what a store refuses, and conversion between the formats."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -11,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from command_line import object_of
 from refusals import refuses
 
 from tierstore import _native
-from tierstore.cli.stores import reshard as command
 from tierstore.errors import ConfigError
 from tierstore.hf.stored_weights import open_weights
 from tierstore.model.store_schema import expert_key
@@ -42,11 +39,7 @@ WIDE: dict[str, Any] = {
     "prefetch.depth": 0,
 }
 #: Bytes a parameter: read by a forward pass, by a backward pass, and written.
-FORMULA = {
-    MomentFormat.FP32: (4, 12, 12),
-    MomentFormat.BF16: (4, 8, 8),
-    MomentFormat.INT8: (4, 6, 6),
-}
+FORMULA = {MomentFormat.FP32: (4, 12, 12), MomentFormat.BF16: (4, 8, 8), MomentFormat.INT8: (4, 6, 6)}
 
 
 def test_blocks_are_those_of_the_kernels() -> None:
@@ -141,10 +134,7 @@ def test_conversion_between_the_formats(compute: str, configure: Make, train: An
         reshard(tmp_path / f"{name}-again", tmp_path / f"{name}-wide-again", moments=MomentFormat.FP32)
         assert contents(tmp_path / f"{name}-wide-again") == contents(tmp_path / f"{name}-wide")
     moved = replace(
-        config,
-        store=tmp_path / "int8",
-        steps=6,
-        adamw=replace(config.adamw, moments=MomentFormat.INT8),
+        config, store=tmp_path / "int8", steps=6, adamw=replace(config.adamw, moments=MomentFormat.INT8)
     )
     with (
         pytest.warns(UserWarning, match=r"adamw.moments: was fp32, is int8$"),
@@ -171,13 +161,7 @@ def test_an_export_is_caught_up(configure: Make, train: Any) -> None:
 def test_the_command(configure: Make, train: Any, tmp_path: Path) -> None:
     config = configure({"steps": 1})
     train(config)
-    refused = CliRunner().invoke(command, [str(config.store), "--to", str(tmp_path / "new")])
-    assert refused.exit_code == 2
-    assert "expected --ranks, --moments, --embedding or --head" in refused.output
-    options = [str(config.store), "--to", str(tmp_path / "new"), "--moments", "int8", "--json"]
-    made = CliRunner().invoke(command, options)
-    assert made.exit_code == 0, made.output
-    result = json.loads(made.stdout.splitlines()[-1])
+    result = object_of("reshard", config.store, "--to", tmp_path / "new", "--moments", "int8")
     assert (result["moments"], result["ranks"], result["step"]) == ("int8", 1, 1)
     assert {schema.moments for schema in read_schemas(tmp_path / "new")} == {
         MomentFormat.INT8,

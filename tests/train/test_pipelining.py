@@ -2,8 +2,6 @@
 wholes, and AUTO's choice at commits.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,11 +53,7 @@ def configured(settings: Settings) -> TrainConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "expert", "mode"),
-    [
-        *((2, 0, mode) for mode in MODES),
-        (4, 0, "layer order"),
-        (4, 2, "micro-batches, clipped"),
-    ],
+    [*((2, 0, mode) for mode in MODES), (4, 0, "layer order"), (4, 2, "micro-batches, clipped")],
 )
 def test_the_number_of_chunks_changes_no_bit(
     ranks: Ranks, settings: Make, size: int, expert: int, mode: str
@@ -98,7 +92,6 @@ def _stepped(
     mesh: Mesh, settings: Settings, costs: LayerCosts, steps: int, opening: Opening
 ) -> tuple[list[float], int, list[int] | None, str]:
     """Losses, checksum, the number of chunks that is stored, and the line about it, after ``steps`` steps in all."""
-    torch.set_num_threads(1)
     with (
         mock.patch.object(pipelining, "probe", return_value=costs),
         open_session(configured(settings), opening, mesh=mesh) as trainer,
@@ -107,7 +100,6 @@ def _stepped(
         while trainer.state.position < steps:
             losses.append(trainer.step().loss)
             trainer.commit()
-        assert trainer.chunks.chosen is not None
         line = trainer.chunks.chosen.describe()
         return losses, trainer.store.records_crc32c(), trainer.state.chunks, line
 
@@ -174,13 +166,11 @@ def test_choice_worked_by_hand() -> None:
     costs = LayerCosts(message=0.5e-3, byte=1e-6, chunk=0.0, expert=1e-3, row=1e-4)
     control = _control(costs, {"model.compute_dtype": "fp32"})
     control.begin(TrainState(), lambda note: None)
-    assert control.chosen is not None
     assert control.chosen.value.forward == 3
     assert control.chosen.facts["wanted"].forward == 5
     for costs, wanted in ((FREE, 3), (DEAR, 1)):
         control = _control(costs, {})
         control.begin(TrainState(), lambda note: None)
-        assert control.chosen is not None
         assert control.chosen.value == PipelineDegrees(wanted, wanted)
         capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
         assert capped == (wanted == 3)
@@ -211,7 +201,6 @@ def test_parts_as_configured() -> None:
     """Of 6 experts on 2 ranks, 3 chunks are whole experts, 4 to 6 two parts of each, 7 three parts."""
     for degree, parts in ((3, 1), (4, 2), (6, 2), (7, 3), (48, 16)):
         control = PipelineControl(configured({"parallel.pipeline_degree": degree}), _mesh(), Pipelining())
-        assert control.chosen is not None
         assert control.chosen.value == PipelineDegrees(degree, degree, parts)
 
 
@@ -234,7 +223,6 @@ def test_choices_are_made_at_commits_and_noted() -> None:
     assert control.at_commit(7) == [1, 1]
     assert passes.mean_loads() == PassLoads()
     assert told == ["step 0: chunks: 3 forward, 3 backward", "step 7: chunks: 1 forward, 1 backward"]
-    assert control.chosen is not None
     assert control.chosen.reason.startswith(
         "auto: rows since the last commit, costs probed; a layer's passes take "
     )
@@ -273,7 +261,6 @@ def test_where_nothing_travels_nothing_is_chosen() -> None:
         assert control.at_commit(3) is None
     # One expert on a rank: there is nothing to probe for, and it is said.
     only = PipelineControl(configured({}), _mesh(4), Pipelining())
-    assert only.chosen is not None
     assert "1 forward, 1 backward (auto: some rank has at most one expert" in only.chosen.describe()
     assert only.at_commit(1) is None
 
@@ -303,7 +290,6 @@ def test_all_ranks_hold_the_same_costs(ranks: Ranks) -> None:
 
 def _recorded(mesh: Mesh, settings: Settings, directory: Path) -> dict[str, Any]:
     """Live counts of a run, and those of its trace replayed; the trace's notes; names in the timeline."""
-    torch.set_num_threads(1)
     name = directory / f"rank-{mesh.world.rank}"
     trace, drawn = name.with_suffix(".trace"), name.with_suffix(".json")
     with (

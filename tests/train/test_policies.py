@@ -1,15 +1,14 @@
 """Every policy live: tiny runs under a tight budget compute the same bits and replay to the same counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from python_lru import PythonMru
 from refusals import refuses
 
-from tierstore._native import Candidates, Clock, policy_names
+from tierstore._native import Candidates, policy_names
 from tierstore.errors import StorePoisonedError
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.trace.files import load_trace
@@ -32,31 +31,18 @@ OPTIONS: dict[str, Mapping[str, float | str]] = {
 }
 
 
-class Newest:
-    """Evicts what came last; refuses to go on after ``lasts`` choices."""
+class Newest(PythonMru):
+    """Refuses to go on after ``lasts`` choices."""
 
     def __init__(self, lasts: float = 1e9) -> None:
-        self.order: list[int] = []
+        super().__init__()
         self.left = int(lasts)
-
-    def insert(self, entry: int) -> None:
-        self.order.append(entry)
-
-    def hit(self, entry: int) -> None:
-        self.order.remove(entry)
-        self.order.append(entry)
-
-    def remove(self, entry: int) -> None:
-        self.order.remove(entry)
-
-    def tick(self, clock: Clock) -> None:
-        pass
 
     def select(self, frames: int, candidates: Candidates) -> list[int]:
         if self.left == 0:
             raise ZeroDivisionError("no more choices")
         self.left -= 1
-        return [entry for entry in reversed(self.order) if candidates.evictable(entry)]
+        return super().select(frames, candidates)
 
 
 def tight(configure: Make, least: Least, changes: Mapping[str, Any]) -> TrainConfig:
@@ -71,11 +57,7 @@ def expected() -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", [*policy_names(), f"{__name__}:Newest"])
 def test_every_policy_computes_the_same_and_replays_exactly(
-    policy: str,
-    configure: Make,
-    least: Least,
-    tmp_path: Path,
-    expected: dict[str, Any],
+    policy: str, configure: Make, least: Least, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
     options = {f"cache.options.{name}": value for name, value in OPTIONS.get(policy, {}).items()}
     config = tight(configure, least, {"cache.policy": policy, **options})

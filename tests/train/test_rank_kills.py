@@ -3,8 +3,6 @@
 ``TIERSTORE_TEST_KILLS`` sets how many kills each storm has (10, by default a part).
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -42,6 +40,14 @@ def end_of(world: World) -> list[int]:
     """
     world.end()
     return [world.exit_code(rank) for rank in range(len(world.pids))]
+
+
+def check_death(world: World, victim: int, said: Path) -> None:
+    """``victim`` was killed, and has ended the others, which name it."""
+    codes = end_of(world)
+    assert codes[victim] == -signal.SIGKILL
+    assert all(code != 0 for code in codes)
+    assert f"rank {victim}" in said.read_text()
 
 
 # At random moments ------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Training on several ranks: as one process does, with the same bits however it is held. Kills: test_rank_kills."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -312,8 +310,7 @@ def _counted(mesh: Mesh, settings: Settings, steps: int) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [name if name == "few" else pytest.param(name, marks=pytest.mark.slow) for name in EXCHANGED],
+    "mode", [name if name == "few" else pytest.param(name, marks=pytest.mark.slow) for name in EXCHANGED]
 )
 def test_training_has_the_bits_of_the_flat_exchange(ranks: Ranks, settings: Make, mode: str) -> None:
     """Losses, norms and records of 4 ranks on 2 nodes; between nodes go at most half as many messages."""

@@ -1,7 +1,5 @@
 """The plain reference against the model over a source: two ways to the same numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

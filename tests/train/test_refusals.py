@@ -1,7 +1,5 @@
 """What training refuses before it begins: the type of each error, and the settings, files and values that it names."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

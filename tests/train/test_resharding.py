@@ -1,7 +1,5 @@
 """A store resharded for another number of ranks holds what it held, and training goes on from there."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

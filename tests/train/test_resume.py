@@ -3,8 +3,6 @@
 Whatever happens, ``--resume`` ends in the losses and the checksum of the run that nothing happened to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -46,9 +44,7 @@ class Process:
         return (self._directory / "err").read_text()
 
     def summary(self) -> dict[str, Any]:
-        found = json.loads((self._directory / "out").read_text().splitlines()[-1])
-        assert isinstance(found, dict)
-        return found
+        return json.loads((self._directory / "out").read_text().splitlines()[-1])
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss) as written so far, repeated steps included."""
@@ -117,11 +113,7 @@ def agree(process: Process, expected: Expected) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"clip_norm": 0.3, "data.micro_batches": 2},
-        {"data.micro_batches": 2, "data.micro_order": "layer"},
-    ],
+    [{}, {"clip_norm": 0.3, "data.micro_batches": 2}, {"data.micro_batches": 2, "data.micro_order": "layer"}],
     ids=["immediate", "clip", "layer"],
 )
 def test_killed_at_random_moments(

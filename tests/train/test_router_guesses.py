@@ -1,7 +1,5 @@
 """``prefetch.predictor = "router"`` in runs: the same bits, the same decisions in a replay, on ranks and after a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning rates by hand and against torch's schedulers."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions at the edges: odd shapes, the smallest budgets, and live runs against their own traces."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

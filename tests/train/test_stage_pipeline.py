@@ -1,10 +1,7 @@
 """Pipeline stages: the bits of one process, resumes, refusals, and the death of a stage. Kills: test_rank_kills."""
 
-from __future__ import annotations
-
 import json
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,8 @@ import pytest
 from launcher import Ranks
 from rank_cases import Make, Settings, alone
 from stage_cases import configured, drawn, dying, graphs_alive, spoiled, staged
-from stage_runs import StageRun, merged
-from test_rank_kills import end_of
+from stage_runs import merged, same
+from test_rank_kills import check_death
 
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import ParallelConfig
@@ -37,14 +34,6 @@ MODES: dict[str, Settings] = {
     },
     "moments on disk": {**TIGHT, "dense.optimizer_state": "nvme", "parallel.stage_blocks": (1, 3)},
 }
-
-
-def same(several: list[StageRun], one: StageRun) -> None:
-    """Every rank has the losses, norms, validation and sample of ``one``, and together they have its weights."""
-    for rank in several:
-        for name in ("losses", "norms", "active", "validation", "sample", "skipped"):
-            assert getattr(rank, name) == getattr(one, name), name
-    assert merged(several) == one.weights
 
 
 @pytest.mark.parametrize(
@@ -180,7 +169,4 @@ def test_the_death_of_a_stage_ends_all_with_its_cause(
     with ranks.fresh(3, ParallelConfig(stages=3, **QUICK), tmp_path / "stderr") as world:
         for rank in range(3):
             world.send(rank, dying, changes, victim, 3)
-        codes = end_of(world)
-    assert codes[victim] == -signal.SIGKILL
-    assert all(code != 0 for code in codes)
-    assert f"rank {victim}" in (tmp_path / "stderr").read_text()
+        check_death(world, victim, tmp_path / "stderr")

@@ -1,7 +1,5 @@
 """Pipeline stages: which blocks each has, its specification, and the order of its passes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -139,10 +137,7 @@ def test_values_are_those_of_the_whole_model() -> None:
 def test_every_parameter_is_in_one_stage() -> None:
     """Blocks 1 and 3 have experts. The first stage has the embedding, the last one norm and head."""
     whole = WHOLE.architecture
-    assert [unit.numel for unit in FIRST.architecture.units] == [
-        *(unit.numel for unit in whole.units[:4]),
-        0,
-    ]
+    assert [unit.numel for unit in FIRST.architecture.units] == [*(unit.numel for unit in whole.units[:4]), 0]
     assert [unit.numel for unit in LAST.architecture.units] == [0, whole.units[4].numel, whole.units[5].numel]
     assert (FIRST.moe_layers, LAST.moe_layers) == ((1,), (3,))
     assert FIRST.architecture.parameters + LAST.architecture.parameters == whole.parameters

@@ -1,7 +1,5 @@
 """The training state in a commit, and the conditions under which a resumed run has the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

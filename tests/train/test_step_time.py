@@ -1,7 +1,5 @@
 """Where a step's time goes: a worked example over texts as the kernel writes them, and real steps that add up."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -103,10 +101,7 @@ def test_by_hand(machine: Machine) -> None:
     assert found.run_queue_s == pytest.approx(0.4)
     assert found.stolen_s == pytest.approx(0.075)
     assert found.threads_s == pytest.approx(0.475)
-    assert found.stalls_s == {
-        Cause.DEMAND_READ: pytest.approx(0.1),
-        Cause.LATE_PREFETCH: pytest.approx(0.2),
-    }
+    assert found.stalls_s == {Cause.DEMAND_READ: pytest.approx(0.1), Cause.LATE_PREFETCH: pytest.approx(0.2)}
     assert found.unaccounted_s == pytest.approx(0.0, abs=1e-6)
     assert (found.torch_cpu_s, found.torch_queued_s) == (pytest.approx(0.6), pytest.approx(0.4))
     assert (found.engine_cpu_s, found.engine_queued_s) == (pytest.approx(0.02), pytest.approx(0.03))
@@ -125,7 +120,6 @@ def test_waiting_for_a_device_is_no_stall(machine: Machine) -> None:
             machine.now_s += 2.0
             machine.thread(CALLER, 11.5, 5.0)
     found = timer.last
-    assert found is not None
     assert (found.device_s, found.computing_s) == (pytest.approx(2.0), pytest.approx(1.0))
     assert (found.stall_s, ledger.total_ns) == (0, 0)
     assert parts(found) == pytest.approx(found.wall_s)
@@ -161,8 +155,6 @@ def test_steps_add_up_and_what_is_between_them_does_not_count(machine: Machine) 
     with timer.step():
         machine.now_s += 1
         machine.thread(CALLER, 13.0, 9.0)
-    assert timer.last is not None
-    assert timer.total is not None
     assert (timer.last.wall_s, timer.last.computing_s) == (pytest.approx(1), pytest.approx(1))
     assert timer.last.stalls_s == {}
     assert timer.total == first + timer.last
@@ -185,7 +177,6 @@ def test_threads_come_and_go(machine: Machine) -> None:
         for file in task.iterdir():
             file.unlink()
         task.rmdir()
-    assert timer.last is not None
     assert timer.last.computing_s == pytest.approx(0.9)
     assert timer.last.run_queue_s == pytest.approx(0.1)
     assert timer.last.engine_cpu_s == 0.0
@@ -204,7 +195,6 @@ def test_without_schedstat(machine: Machine) -> None:
             machine.now_s += 0.5
             machine.cpu_s[CALLER] += 0.01
     found = timer.last
-    assert found is not None
     assert (found.run_queue_s, found.stolen_s, found.threads_s) == (None, None, None)
     assert found.computing_s == pytest.approx(0.1)
     assert found.unaccounted_s == pytest.approx(0.3)
@@ -282,8 +272,6 @@ def test_each_kind_of_time_is_told_from_the_others(real: tuple[StallLedger, Step
         time.sleep(0.3)
     computed, wall = time.thread_time() - computed, time.monotonic() - began
     found = timer.last
-    assert found is not None
-    assert found.run_queue_s is not None
     assert found.computing_s <= computed
     assert found.computing_s + (found.stolen_s or 0.0) >= 0.1
     assert 0.2 <= found.stall_s <= wall - 0.1 - 0.3
@@ -307,7 +295,6 @@ def test_a_neighbour_on_the_same_processor(real: tuple[StallLedger, StepTimer]) 
         stdout=subprocess.PIPE,
     )
     try:
-        assert neighbour.stdout is not None
         neighbour.stdout.readline()
         os.sched_setaffinity(threading.get_native_id(), {processor})
         queued = queued_s()
@@ -319,8 +306,6 @@ def test_a_neighbour_on_the_same_processor(real: tuple[StallLedger, StepTimer]) 
         neighbour.kill()
         neighbour.communicate()
     found = timer.last
-    assert found is not None
-    assert found.run_queue_s is not None
     assert found.computing_s + (found.stolen_s or 0.0) >= 0.3
     assert 0 < found.run_queue_s <= queued
     assert parts(found) == pytest.approx(found.wall_s)
@@ -341,7 +326,6 @@ def test_the_parts_of_real_steps_add_up(
             pytest.skip(trainer.timer.describe())
         seconds = sum(trainer.step().seconds for _ in range(20))
         total = trainer.timer.total
-    assert total is not None
     assert 0 < seconds <= total.wall_s  # which begins before the step and ends after it
     assert total.stall_s > 0
     assert min(total.computing_s, total.wall_s - total.computing_s) > 0

@@ -1,7 +1,5 @@
 """Whole parameters to the slices of every rank of a layout, and back: every element once, where it belongs."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +7,7 @@ from hypothesis import strategies as st
 from tierstore.dense import Fusion
 from tierstore.dense.layout import Narrow
 from tierstore.parallel.layout import Division, Layout
-from tierstore.train.stored_model import (
-    DenseCut,
-    DenseGroup,
-    DenseParameter,
-    coordinates_of,
-    rank_at,
-)
+from tierstore.train.stored_model import DenseCut, DenseGroup, DenseParameter, coordinates_of, rank_at
 
 
 def whole(*shape: int) -> DenseParameter:

@@ -1,7 +1,5 @@
 """Batches and losses of several tasks, whose positions follow from the steps alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -76,7 +74,6 @@ def test_padding_of_one_task_stays_padding_beside_another() -> None:
     padded = torch.tensor([[True, False]])
     made.sources["b"].take = lambda numbers: replace(whole(numbers), mask_BT=padded)  # type: ignore[method-assign]
     mask_BT = made.batch(0).mask_BT
-    assert mask_BT is not None
     assert mask_BT.tolist() == [[True, True], [True, True], [True, False]]
     for rank, expected in enumerate([None, mask_BT[1:]]):
         found = made.piece(0, 0, rank).mask_BT
@@ -234,7 +231,6 @@ def test_weights_times_means_with_each_tasks_head() -> None:
     stream: list[torch.Tensor] = []
     theirs.norm.register_forward_hook(lambda *call: stream.append(call[2]))
     theirs(given.tokens_BT)
-    assert theirs.head is not None
     shared = F.cross_entropy((stream[0][:2] @ theirs.head.t()).flatten(0, 1), given.targets_BT[:2].flatten())
     own = F.cross_entropy(
         (stream[0][2:] @ theirs.heads["own"].t()).flatten(0, 1), given.targets_BT[2:].flatten()
@@ -243,7 +239,6 @@ def test_weights_times_means_with_each_tasks_head() -> None:
     torch.testing.assert_close(output.loss, expected)
     assert [(found.task, found.counted) for found in output.segments] == [("shared", 16), ("own", 24)]
     torch.testing.assert_close([found.loss for found in output.segments], [shared, own])
-    assert output.objective is not None
     output.objective.backward()
     expected.backward()
     for name, parameter in ours.named_parameters():
@@ -269,7 +264,6 @@ def test_losses_of_pieces_add_up(cuts: tuple[int, ...]) -> None:
 
 def _balanced(built: Transformer, piece: Batch) -> ModelOutput:
     output = built.run(piece)
-    assert output.objective is not None
     output.objective.backward()  # an empty piece has one, too
     return output
 

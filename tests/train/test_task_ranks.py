@@ -1,7 +1,5 @@
 """Training on tasks, one process and several ranks: the same numbers, kills, resumes, and tasks that come and go."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -130,14 +128,8 @@ def test_from_and_to_a_run_without_tasks(settings: Make, tasks: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (
-            {"dense.optimizer_state": "nvme"},
-            ("tasks.c.head:", "shared", "dense.optimizer_state = nvme"),
-        ),
-        (
-            {"tasks.d.paths": ("nowhere",)},
-            ("data.batch_size:", " 9 and"),
-        ),
+        ({"dense.optimizer_state": "nvme"}, ("tasks.c.head:", "shared", "dense.optimizer_state = nvme")),
+        ({"tasks.d.paths": ("nowhere",)}, ("data.batch_size:", " 9 and")),
         ({"tasks.a.paths": ("nowhere",)}, ("nowhere:",)),
     ],
 )
@@ -152,10 +144,7 @@ def test_refused_before_the_store_is_touched(
 
 def test_a_foreign_loop_has_no_tasks(tasks: Make) -> None:
     config = load(TrainConfig, None, {**TINY, **tasks()})
-    with (
-        refuses(ConfigError, "tasks:", "none"),
-        open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL),
-    ):
+    with refuses(ConfigError, "tasks:", "none"), open_parts(config, Opening.CREATE, loop=Loop.EXTERNAL):
         pass
 
 

@@ -1,7 +1,5 @@
 """Tasks: their configuration, and which rank computes which rows."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -121,10 +119,7 @@ def test_what_is_said_of_it() -> None:
     }
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
-    st.integers(1, 4),
-)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3), st.integers(1, 4))
 def test_no_contiguous_cut_is_better(drawn: list[tuple[int, int]], ranks: int) -> None:
     rows, costs = zip(*drawn, strict=True)
     found = assign(task_rows(*rows, costs=costs), ranks)

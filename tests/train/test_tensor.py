@@ -1,7 +1,5 @@
 """Training with tensor parallelism: as one process does within rounding, with the same bits however it is held."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from launcher import Ranks

@@ -1,14 +1,11 @@
 """The timeline of a real run: what every queue does is on it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from launcher import Ranks
 from rank_cases import TINY, Make, Settings
 
@@ -22,7 +19,6 @@ from tierstore.train.session import open_session
 
 def draw(mesh: Mesh, settings: Settings, path: Path) -> dict[str, int]:
     """Three steps that are drawn to ``path`` (of this rank); what the dense parameters sent in them."""
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, "weights_in_place": "off", **settings})
     own = rank_file(path, mesh.world.rank)
     assert own is not None

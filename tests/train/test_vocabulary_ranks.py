@@ -2,8 +2,6 @@
 within rounding of gathered tables elsewhere; resumes, other layouts, and what is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,6 @@ def test_the_table_is_that_of_one_process(ranks: Ranks, settings: Make, size: in
     """Given the gradients of the embedding's rows, bit for bit, micro-batches too. A gathered table is near it: it is summed
     by rank, and which bits that gives is up to the processor.
     """
-    torch.set_num_threads(1)
     changes = {"data.micro_batches": 2, "data.batch_size": 4}
     divided = ranks.run(
         size, embedding_gradients, settings({**changes, "parallel.embedding": "partitioned"}), 3

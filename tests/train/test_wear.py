@@ -1,7 +1,5 @@
 """Training under a write budget: the same bits and decisions, its waits in the table; the life of a drive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real tokenizer, small: byte-level BPE with a chat template, saved as transformers saves one; and files to tokenise."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Sequence

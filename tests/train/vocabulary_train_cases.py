@@ -1,10 +1,7 @@
 """What ranks run in tests of training with divided tables."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
 from rank_cases import TINY, Settings
 from torch import Tensor
 
@@ -19,7 +16,6 @@ def embedding_gradients(mesh: Mesh, settings: Settings, steps: int) -> dict[str,
     """Of each micro-batch of each step: this rank's tokens and the gradients of what the embedding gave for them; and the
     whole table before and after, with the steps' learning rates.
     """
-    torch.set_num_threads(1)
     config = load(TrainConfig, None, {**TINY, **settings})
     seen: list[list[tuple[Tensor, Tensor]]] = []
     with open_session(config, Opening.CREATE, mesh=mesh) as trainer:

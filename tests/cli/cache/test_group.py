@@ -1,7 +1,5 @@
 """``tierstore cache`` as a user sees it: tables, objects, what is pasted, and every bad input in one line."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The FUSE protocol, as Linux's <linux/fuse.h> has it: requests, replies, and how a connection is mounted."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -4,8 +4,6 @@ Arguments: the directory behind, the mount point, ``log`` to keep every change. 
 each: ``{"rule": ...}``, ``{"clear": 1}``, ``{"fired": 1}``, ``{"log": FILE}``. It ends with its standard input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

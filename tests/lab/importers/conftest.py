@@ -1,7 +1,5 @@
 """Sources to import, and what came of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tierstore.lab.importing import import_trace

@@ -1,7 +1,5 @@
 """Columns by number and by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from tierstore.errors import DataError

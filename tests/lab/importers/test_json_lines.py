@@ -1,12 +1,10 @@
 """Routing logs of inference and of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cases import json_lines as lines
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.errors import DataError
@@ -212,11 +210,7 @@ def test_the_name_of_a_file_says_its_layer(merged, tmp_path):
         merged({"other.jsonl": logs["run-layer_2.jsonl"], **logs})
 
 
-@settings(
-    deadline=None,
-    max_examples=share(60),
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(60))
 @given(
     st.lists(  # steps, of tokens, of layers, of experts
         st.integers(1, 3).flatmap(

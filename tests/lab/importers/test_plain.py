@@ -1,7 +1,5 @@
 """Plain traces: one key a line, and oracleGeneral records."""
 
-from __future__ import annotations
-
 import io
 import struct
 

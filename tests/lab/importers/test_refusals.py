@@ -1,7 +1,5 @@
 """What every importer refuses: the type of the error, and what it names (the line, byte, array, field or option)."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma

@@ -1,7 +1,5 @@
 """Arrays of expert ids, as decoding and as training."""
 
-from __future__ import annotations
-
 import numpy as np
 from cases import npz
 

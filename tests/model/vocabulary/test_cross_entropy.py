@@ -1,7 +1,5 @@
 """Cross entropy by vocabulary slices: by hand, against torch's, and the same bits however it is chunked by whom."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedding whose rows are divided over ranks: by hand, and bit for bit against one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,7 +78,6 @@ def test_by_hand(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_of_one_process(ranks: Ranks, size: int) -> None:
-    torch.set_num_threads(1)
     cases = [
         drawn(1, 40, 16, 240),
         drawn(2, 7, 8, 64),  # on four ranks the last has padding alone
@@ -110,7 +107,6 @@ def test_bits_of_one_process(ranks: Ranks, size: int) -> None:
     data=st.data(),
 )
 def test_any_ids(ranks: Ranks, vocab: int, width: int, tokens: int, seed: int, data: st.DataObject) -> None:
-    torch.set_num_threads(1)
     ids = data.draw(st.lists(st.integers(0, vocab - 1), min_size=2 * tokens, max_size=2 * tokens))
     generator = torch.Generator().manual_seed(seed)
     case = (
@@ -124,7 +120,6 @@ def test_any_ids(ranks: Ranks, vocab: int, width: int, tokens: int, seed: int, d
 
 def test_ranks_may_have_other_numbers_of_tokens(ranks: Ranks) -> None:
     """Also none: then it has gradients of its rows nevertheless, from the others."""
-    torch.set_num_threads(1)
     case = drawn(5, 20, 16, 31)
     for sizes in ([31, 0], [7, 24]):
         assert_bits(case, ranks.run(2, look_up_uneven, *case, sizes))

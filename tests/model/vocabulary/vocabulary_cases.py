@@ -1,7 +1,5 @@
 """What ranks run in tests of divided tables: each with its part of the rows and of the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -27,7 +25,6 @@ def divided(mesh: Mesh, whole_VD: Tensor) -> tuple[DividedTable, Tensor]:
 
 def look_up(mesh: Mesh, whole_VD: Tensor, ids_T: Tensor, back_TD: Tensor, scale: float) -> Found:
     """Rows of this rank's part of ``ids_T``, the gradient of its rows of the table, and what it sent."""
-    torch.set_num_threads(1)
     table, rows_RD = divided(mesh, whole_VD)
     before = {kind: sent.sent_bytes for kind, sent in mesh.data.traffic.items()}
     calls = mesh.data.traffic[Collective.ALL_TO_ALL].calls
@@ -51,7 +48,6 @@ def look_up_uneven(
     mesh: Mesh, whole_VD: Tensor, ids_T: Tensor, back_TD: Tensor, scale: float, sizes: list[int]
 ) -> Found:
     """As ``look_up``, where rank r has ``sizes[r]`` of the tokens."""
-    torch.set_num_threads(1)
     table, rows_RD = divided(mesh, whole_VD)
     own_T, own_TD = (torch.split(whole, sizes)[mesh.data.rank] for whole in (ids_T, back_TD))
     x_BTD = table.embed(own_T.unsqueeze(0), rows_RD, scale=scale, dtype=back_TD.dtype)
@@ -73,7 +69,6 @@ def refused(mesh: Mesh, whole_VD: Tensor, ids_T: Tensor, bad: int) -> str:
 
 def losses(mesh: Mesh, x_TD: Tensor, whole_VD: Tensor, targets_T: Tensor, chunk: int, factor: float) -> Found:
     """The loss of this rank's part of the tokens, the gradients, and logits."""
-    torch.set_num_threads(1)
     table, rows_RD = divided(mesh, whole_VD)
     size, rank = mesh.data.size, mesh.data.rank
     mine = slice(len(x_TD) // size * rank, len(x_TD) // size * (rank + 1))

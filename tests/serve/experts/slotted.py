@@ -1,7 +1,5 @@
 """A store of small experts, and device slots over it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -137,12 +135,7 @@ def open_slotted(
         )
         said: list[str] = []
         served = SlottedExperts(
-            frozen,
-            store.cache.residency,
-            turning,
-            predictor=guessing,
-            chooser=chooser,
-            say=said.append,
+            frozen, store.cache.residency, turning, predictor=guessing, chooser=chooser, say=said.append
         )
         made = Slotted(store, frozen.walk.slots, turning, served, ledger, said)
         yield made

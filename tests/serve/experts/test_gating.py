@@ -1,7 +1,5 @@
 """Guesses are taken while at least half of what they read is used, passed over for a while, and tried again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

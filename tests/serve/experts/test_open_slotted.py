@@ -1,7 +1,5 @@
 """A served model in ring memory, with chosen experts and with both in turns: the bits of one that lies in memory."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ring memory: which layers it holds, what it copies, and that its weights are right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -24,7 +22,6 @@ def test_two_of_five_layers(store: Path) -> None:
     """The picture in ``serve/experts.py``."""
     held = []
     with open_slotted(store, LAYERS, EXPERTS, slots=6, ring=2, memory=ExpertMemory.RING) as made:
-        assert made.ring is not None
         for _ in range(2):
             made.begin()
             for layer in LAYERS:
@@ -54,7 +51,6 @@ def test_copies_of_any_ring(store: Path, count: int) -> None:
 
 def test_a_layer_that_is_passed_over(store: Path) -> None:
     with open_slotted(store, LAYERS, EXPERTS, slots=9, ring=3, memory=ExpertMemory.RING) as made:
-        assert made.ring is not None
         made.begin()
         made.read(1, [0])
         assert made.ring.held == [2, 3, 5]

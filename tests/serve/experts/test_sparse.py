@@ -1,7 +1,5 @@
 """Chosen experts in device slots."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

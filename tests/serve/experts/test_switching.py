@@ -1,12 +1,10 @@
 """Ring memory and chosen experts in turns: the same weights whatever happens, and the same decisions in a replay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from effort import share
-from hypothesis import HealthCheck, given, settings
+from effort import share, with_fixtures
+from hypothesis import given
 from hypothesis import strategies as st
 from slotted import make_store, open_slotted
 
@@ -41,7 +39,6 @@ def test_a_ring_for_prompts_and_chosen_experts_for_tokens(store: Path) -> None:
         assert made.copied_by(0, *range(EXPERTS)) == 3 * EXPERTS, "the ring starts empty"
         assert len(made.said) == 3
         assert [line.split()[4] for line in made.said] == ["ring", "sparse", "ring"]
-        assert made.experts.choice is not None
         assert made.experts.choice.describe() == made.said[-1]
         assert "prefill of 512 tokens reaches about 4 of 4 experts of a layer" in made.said[0]
 
@@ -64,11 +61,7 @@ def passes(draw: st.DrawFn) -> list[tuple[ServingPhase, int, list[tuple[int, lis
     return made
 
 
-@settings(
-    max_examples=share(60),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@with_fixtures(share(60))
 @given(
     asked=passes(),
     ring=st.integers(0, 4),

@@ -6,8 +6,6 @@ fails with EIO. Mounting them needs root. Without it the errors of a second driv
 sync poisons a store is tested everywhere.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """A store on several drives: what lies where, and which directories are taken for its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

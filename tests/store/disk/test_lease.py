@@ -1,7 +1,5 @@
 """What keeps a second process out when files of an open store are removed, and what a removed file is noticed by."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

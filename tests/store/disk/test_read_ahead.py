@@ -1,7 +1,5 @@
 """Reading ahead in a pass over a store: the order, the reads in flight, and the memory they share, by its buffers."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose turn it is, and how shares follow what drives give."""
 
-from __future__ import annotations
-
 import pytest
 from effort import share
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The write budget: a token bucket that makes writes wait, and changes nothing else."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest_store import ArrayModel, small_store, weights
+from conftest_store import small_model, small_store
 from effort import share
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from tierstore import _native
 from tierstore._native import Activity, Link, Priority
 from tierstore.errors import ConfigError
-from tierstore.store import AdamWConfig, ParameterStore, StoreConfig, WearConfig
+from tierstore.store import ParameterStore, StoreConfig, WearConfig
 from tierstore.store.disk import write_budget
 from tierstore.store.disk.write_budget import WriteBudget
 
@@ -159,9 +157,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> WearConfig:
 
 def test_writes_wait_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_store(tmp_path / "store").close()
-    model = ArrayModel(AdamWConfig())
-    for key, weight in weights(4, NUMEL).items():
-        model.register(key, weight)
+    model = small_model(NUMEL)
     rng = np.random.default_rng(2)
     config = StoreConfig(host_budget=120_000, wear=tight(monkeypatch))  # little more than one record
     with ParameterStore.open(tmp_path / "store", config) as store:

@@ -1,7 +1,5 @@
 """Where records lie between commits, and what the index says of it after them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The index's own checks: every damaged byte of it is found, or means nothing, and none ends the process."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

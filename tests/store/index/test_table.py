@@ -1,7 +1,5 @@
 """The table of a commit in columns, and that what a commit does is in proportion to what changed."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

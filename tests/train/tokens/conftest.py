@@ -1,7 +1,5 @@
 """The tokenizer of most tests, made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

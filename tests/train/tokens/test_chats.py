@@ -1,7 +1,5 @@
 """Which part of a chat is the assistant's: by the template's marks, by its beginnings, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokenising once: what is made, found again, made anew, refused, and left by a kill."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -140,7 +138,6 @@ def test_mixed_files_are_what_the_tokenizer_says(tmp_path: Path, tokenizer: Path
         "chats of masked answers": 1,
     }
     assert files.tokens.dtype == np.uint16
-    assert files.counted is not None
     answer = files.tokens[files.documents[3] : files.documents[4]][
         files.counted[files.documents[3] : files.documents[4]] == 1
     ]
@@ -335,7 +332,6 @@ def test_a_killed_tokenisation_starts_again(tmp_path: Path, tokenizer: Path, mak
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == b"half\n"
         process.send_signal(signal.SIGKILL)

@@ -1,7 +1,5 @@
 """Packing: examples by hand, and properties of every packing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

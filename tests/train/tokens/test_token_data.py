@@ -1,7 +1,5 @@
 """Batches of documents: by hand, each sequence once an epoch, the same after a resume, and shares that add up."""
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections import Counter
@@ -32,9 +30,7 @@ def opened(tmp_path: Path, tokenizer: Path) -> Open:
     def make(path: Path, **options: Any) -> TokenData:
         arguments = {name: options.pop(name, value) for name, value in given.items()}
         arguments["store"] = tmp_path / arguments["store"]
-        data = open_data(DataConfig(paths=(str(path),), **{"batch_size": 2, **options}), **arguments)
-        assert isinstance(data, TokenData)
-        return data
+        return open_data(DataConfig(paths=(str(path),), **{"batch_size": 2, **options}), **arguments)
 
     return make
 
@@ -75,9 +71,7 @@ def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path, opened: Open) -> None:
     space = 64 - len(tokens)
     assert batch.tokens_BT.tolist() == [tokens + [PAD] * space]
     assert batch.targets_BT.tolist() == [targets + [IGNORED] * space]
-    assert batch.positions_BT is not None
     assert batch.positions_BT.tolist() == [positions + list(range(space))]
-    assert batch.mask_BT is not None
     assert batch.mask_BT.tolist() == [[True] * len(tokens) + [False] * space]
     assert batch.tokens_BT.dtype == batch.targets_BT.dtype == batch.positions_BT.dtype == torch.int64
     (held,) = data.validation_batches(3)
@@ -91,13 +85,7 @@ def test_a_batch_by_hand(tmp_path: Path, tokenizer: Path, opened: Open) -> None:
 
 @pytest.mark.parametrize("packing", [Packing.DOCUMENTS, Packing.SEPARATE, Packing.CONCATENATE])
 def test_each_sequence_once_an_epoch(tmp_path: Path, opened: Open, packing: Packing) -> None:
-    data = opened(
-        _texts(tmp_path / "a.jsonl"),
-        packing=packing,
-        batch_size=3,
-        micro_batches=2,
-        seq_len=24,
-    )
+    data = opened(_texts(tmp_path / "a.jsonl"), packing=packing, batch_size=3, micro_batches=2, seq_len=24)
     count = len(data.packed.train)
     rows: list[tuple[int, ...]] = []
     for step in range(-(-2 * count // 6)):

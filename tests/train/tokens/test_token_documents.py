@@ -1,7 +1,5 @@
 """Documents: text, lines of JSON, rows of Parquet; and errors that name file and line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ def _texts(found: list[Any]) -> list[str]:
     """Whole documents, put together of their pieces."""
     texts: list[str] = []
     for piece in found:
-        assert isinstance(piece, TextPiece)
         if piece.begins:
             texts.append("")
         texts[-1] += piece.text
@@ -108,10 +105,7 @@ def test_lines_of_text_and_chats(tmp_path: Path) -> None:
         ('{"messages": [], "tools": 3}', ("'tools':", "a list", "a number")),
         ('{"messages": [], "tools": "' + "[" * 100_000 + '"}', ("'tools':", "a list in JSON")),
         ('{"text": "\\ud83d"}', ("'text':", "surrogate")),
-        (
-            '{"messages": [{"role": "user", "content": "a\\ude00"}]}',
-            ("'messages':", "surrogate"),
-        ),
+        ('{"messages": [{"role": "user", "content": "a\\ude00"}]}', ("'messages':", "surrogate")),
         (
             '{"messages": [{"role": "user", "content": "a", "x": [{"\\ud83d": 1}]}]}',
             ("'messages':", "surrogate"),

@@ -1,7 +1,5 @@
 """A model's tokenizer: what it puts around texts, what it must not cut, and what cannot be loaded."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
