@@ -26,7 +26,7 @@ from tierstore.model.interface import Batch
 from tierstore.model.store_schema import expert_key
 from tierstore.serve.batch import BatchRunner
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.experts import ServingPhase, SlottedExperts
+from tierstore.serve.experts import ServingPhase
 from tierstore.serve.opening import ServedParts, open_runner, open_served
 from tierstore.store.format import Group
 from tierstore.timeline import TimelineSink
