@@ -25,9 +25,11 @@ from tierstore.train.files import text_bytes
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
-#: Machine code that oneDNN keeps for a bf16 product, for each shape, by whether the processor has AMX (measured: 570 KiB;
-#: 440 KiB to 1.2 MiB). Each row count is another shape, and an expert's pass has six products.
-_PRODUCT_BYTES = {False: 650 << 10, True: 1000 << 10}
+#: Machine code that oneDNN keeps for a bf16 product, for each shape: measured with AVX-512, whatever the width; with AMX a
+#: part of it grows with the width (530 KiB at 256, 825 at 512, 1,240 at 1,024). Each row count is another shape, and an
+#: expert's pass has six products.
+_PRODUCT_BYTES = 650 << 10
+_AMX_PRODUCT_BYTES, _AMX_WIDTH_BYTES = 300 << 10, 970
 _PRODUCTS = 6
 #: The most shapes that it keeps (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 _PRODUCT_SHAPES = 1024
@@ -242,7 +244,10 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
         return 0
     tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
     counts = min(tokens, -(-4 * tokens * model.architecture.top_k // model.experts))
-    return min(_PRODUCTS * counts, _PRODUCT_SHAPES) * _PRODUCT_BYTES["amx_tile" in processor_flags()]
+    each = _PRODUCT_BYTES
+    if "amx_tile" in processor_flags():
+        each = _AMX_PRODUCT_BYTES + _AMX_WIDTH_BYTES * model.expert_shape.d_model
+    return min(_PRODUCTS * counts, _PRODUCT_SHAPES) * each
 
 
 def rank_tokens(config: TrainConfig, ranks: int) -> int:
