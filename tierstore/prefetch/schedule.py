@@ -20,8 +20,9 @@ from enum import Enum
 from tierstore.cache.access import Phase
 from tierstore.config import check_least
 from tierstore.dense.config import DenseConfig, Reshard
-from tierstore.dense.layout import FP32, UnitLayout, blocks_held, gather_width
+from tierstore.dense.layout import UnitLayout, blocks_held, gather_width
 from tierstore.errors import ConfigError
+from tierstore.model.config import ComputeDtype
 from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.tiers.slots import ElementType
 
@@ -423,7 +424,7 @@ def unit_schedule(
     prefetch: PrefetchConfig,
     *,
     moe_layers: Sequence[int],
-    compute: ElementType = FP32,
+    compute: ElementType = ComputeDtype.FP32,
     micro_batches: int = 1,
     first_block: int = 0,
     order: Sequence[MicroPass] = (),
