@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.capabilities import Capability, Finding, resolve
 from tierstore.errors import BudgetError
 from tierstore.stats import Cause, StallLedger, Tier
 
@@ -186,14 +186,14 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def pinned(arena: Arena, device: torch.device, setting: Capability) -> Iterator[Resolution]:
+def pinned(arena: Arena, device: torch.device, setting: Capability) -> Iterator[Finding]:
     """Register ``arena`` with ``device``, if possible, so that copies to and from it are asynchronous. No copy may be in
     flight when the context ends. Registers nothing on the CPU.
 
     Raises CapabilityError if ``setting`` is ON and the device refuses, RuntimeError if it fails to unregister.
     """
     if not has_own_memory(device):
-        yield Resolution("pinned_memory", setting, Capability.OFF, "the CPU computes")
+        yield Finding(False, "the CPU computes")
         return
 
     def register() -> Finding:

@@ -44,34 +44,25 @@ class Capability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A probe's answer, with the reason in a few words."""
+    """A probe's answer, or whether a capability is in effect; with the reason in a few words."""
 
     available: bool
     reason: str
 
-
-@dataclass(frozen=True, slots=True)
-class Resolution:
-    """A resolved setting. ``effective`` is OFF or ON, never AUTO."""
-
-    name: str
-    setting: Capability
-    effective: Capability
-    reason: str
-
     def __bool__(self) -> bool:
-        return self.effective is Capability.ON
+        return self.available
 
 
-def resolve(name: str, setting: Capability, probe: Callable[[], Finding]) -> Resolution:
-    """Resolve ``setting``. OFF does not probe. Raises CapabilityError if it is ON and the machine lacks the capability."""
+def resolve(name: str, setting: Capability, probe: Callable[[], Finding]) -> Finding:
+    """Whether the capability ``name`` is used under ``setting``. OFF does not probe. Raises CapabilityError if it is ON and
+    the machine lacks the capability.
+    """
     if setting is Capability.OFF:
-        return Resolution(name, setting, Capability.OFF, "switched off")
+        return Finding(False, "switched off")
     found = probe()
-    if not found.available and setting is Capability.ON:
+    if not found and setting is Capability.ON:
         raise CapabilityError(f"{name} is set to on, but this machine lacks it: {found.reason}")
-    effective = Capability.ON if found.available else Capability.OFF
-    return Resolution(name, setting, effective, found.reason)
+    return found
 
 
 def probe_io_uring(proc: Path = _PROC) -> Finding:

@@ -95,6 +95,11 @@ class PathKind(Enum):
     EXISTING_DIRECTORY = "existing directory"
 
 
+def key(default: T, help: str, **how: Any) -> T:
+    """A dataclass field that is a key of a configuration, with its default and help. ``how``: the rest of its metadata."""
+    return dataclasses.field(default=default, metadata={"help": help, **how})
+
+
 def option(default: Any = dataclasses.MISSING, help: str = "", *names: str, **how: Any) -> Any:
     """A dataclass field that is an option of a command, with its default and help (``tierstore.cli.options``).
 
@@ -104,7 +109,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", *names: str, **ho
     ``shown`` (False: ``--help`` shows no default, and the field's is used if the option is not given), ``key`` (the option
     sets this key of a benchmark's configuration), ``click`` (further arguments of ``click.option``).
     """
-    return dataclasses.field(default=default, metadata={"help": help, "names": names, **how})
+    return key(default, help, names=names, **how)
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:

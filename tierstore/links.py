@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from tierstore._native import Activity, Engine, Link, Priority
-from tierstore.errors import ConfigError
+from tierstore.config import check_least, key
 from tierstore.units import format_bytes, format_seconds
 
 
@@ -35,14 +35,11 @@ from tierstore.units import format_bytes, format_seconds
 class LinkConfig:
     """The limits of one link; default: unlimited."""
 
-    bandwidth: int = field(default=0, metadata={"size": True, "help": "bytes a second (0: no limit)"})
-    latency: float = field(default=0.0, metadata={"help": "seconds added to each transfer"})
+    bandwidth: int = key(0, "bytes a second (0: no limit)", size=True)
+    latency: float = key(0.0, "seconds added to each transfer")
 
     def __post_init__(self) -> None:
-        if self.bandwidth < 0:
-            raise ConfigError(f"bandwidth: expected at least 0 bytes a second, got {self.bandwidth}")
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ConfigError(f"latency: expected at least 0 seconds, got {self.latency}")
+        check_least(self, 0, "bandwidth", "latency")
 
     @property
     def on(self) -> bool:

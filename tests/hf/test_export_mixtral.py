@@ -225,7 +225,9 @@ def test_bf16_and_fp32(tmp_path: Path) -> None:
         (Layout(2, 2, 1, 1), {}),
         *(
             (Layout(1, 1, 3, 1), {"embedding": embedding, "head": head})
-            for embedding, head in itertools.product(set(RowPlacement) - {RowPlacement.AUTO}, repeat=2)
+            for embedding, head in itertools.product(
+                (RowPlacement.GATHERED, RowPlacement.PARTITIONED), repeat=2
+            )
         ),
     ],
     ids=str,

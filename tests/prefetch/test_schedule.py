@@ -190,7 +190,7 @@ def test_a_schedule_is_a_readable_table() -> None:
     [
         ({"nbytes": 9}, "^horizontal.nbytes: 9 bytes cannot hold a, which has 10"),
         ({"nbytes": 29, "reshard": Reshard.AFTER_BACKWARD}, "cannot hold all units \\(30 bytes\\)"),
-        ({"micro_batches": 0}, "^micro_batches: expected at least one, got 0"),
+        ({"micro_batches": 0}, "^micro_batches: expected at least 1, got 0"),
         ({"nbytes": -1}, "^nbytes: expected at least 0, got -1"),
     ],
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tierstore import _native
+from tierstore.config import check_least, key
 from tierstore.errors import ConfigError
 
 _LFU_DECAY = "lfu-decay"
@@ -29,21 +30,16 @@ class CacheConfig:
     Raises ConfigError for a policy or an option that does not exist, naming those that do.
     """
 
-    policy: str = field(default=_LFU_DECAY, metadata={"help": "eviction policy"})
-    scope: Scope = field(default=Scope.GLOBAL, metadata={"help": "one cache, or a quota for each layer"})
-    layer_shares: tuple[float, ...] = field(
-        default=(), metadata={"help": "with scope layer: each layer's part of the cache (empty: equal parts)"}
+    policy: str = key(_LFU_DECAY, "eviction policy")
+    scope: Scope = key(Scope.GLOBAL, "one cache, or a quota for each layer")
+    layer_shares: tuple[float, ...] = key(
+        (), "with scope layer: each layer's part of the cache (empty: equal parts)"
     )
-    write_back_every: int = field(
-        default=0,
-        metadata={"help": "update cycle: write dirty entries back every N steps (0: on eviction)"},
-    )
+    write_back_every: int = key(0, "update cycle: write dirty entries back every N steps (0: on eviction)")
     options: Mapping[str, float | str] = field(
         default_factory=dict, metadata={"help": "options of the policy, by name"}
     )
-    device_policy: str = field(
-        default="", metadata={"help": "eviction policy of a device's slots (empty: policy, with its options)"}
-    )
+    device_policy: str = key("", "eviction policy of a device's slots (empty: policy, with its options)")
     device_options: Mapping[str, float | str] = field(
         default_factory=dict, metadata={"help": "options of device_policy, by name"}
     )
@@ -53,8 +49,7 @@ class CacheConfig:
             raise ConfigError("cache.layer_shares: expected cache.scope = layer, got global")
         if any(not (math.isfinite(share) and share > 0) for share in self.layer_shares):
             raise ConfigError(f"cache.layer_shares: expected numbers above 0, got {list(self.layer_shares)}")
-        if self.write_back_every < 0:
-            raise ConfigError(f"cache.write_back_every: expected at least 0, got {self.write_back_every}")
+        check_least(self, 0, "write_back_every", table="cache.")
         if self.device_options and not self.device_policy:
             raise ConfigError("cache.device_options: expected cache.device_policy, whose options they are")
         _check("policy", self.policy, self.options)
@@ -123,8 +118,8 @@ class CacheConfig:
         )
 
 
-def _check(key: str, policy: str, options: Mapping[str, float | str]) -> None:
+def _check(name: str, policy: str, options: Mapping[str, float | str]) -> None:
     try:
         _native.check_policy(policy, dict(options))
     except ValueError as error:
-        raise ConfigError(f"cache.{key}: {error}") from error
+        raise ConfigError(f"cache.{name}: {error}") from error

@@ -92,20 +92,19 @@ def doctor(directory: Path, store: Path | None, settings: tuple[str, ...], outpu
 
         reports = drives_of(store)
         drives = [_drive(report.path, report.as_json()) for report in reports]
-    resolutions = [
-        resolve(name, chosen.get(name, Capability.AUTO), partial(check.probe, directory))
-        for name, check in CHECKS.items()
-    ]
-    capabilities = [
-        {
-            "name": r.name,
-            "setting": r.setting.value,
-            "effective": r.effective.value,
-            "backend": CHECKS[r.name].backend if r else CHECKS[r.name].fallback,
-            "reason": r.reason,
-        }
-        for r in resolutions
-    ]
+    capabilities = []
+    for name, check in CHECKS.items():
+        setting = chosen.get(name, Capability.AUTO)
+        found = resolve(name, setting, partial(check.probe, directory))
+        capabilities.append(
+            {
+                "name": name,
+                "setting": setting.value,
+                "effective": "on" if found else "off",
+                "backend": check.backend if found else check.fallback,
+                "reason": found.reason,
+            }
+        )
     output.table(
         "Capabilities",
         ["capability", "setting", "effective", "backend", "why"],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from tierstore.config import check_least
+from tierstore.config import check_least, key
 
 
 class OptimizerState(StrEnum):
@@ -43,29 +43,17 @@ class Reshard(StrEnum):
 class DenseConfig:
     """Settings for slicing, gathering and reducing dense parameters. They change memory and time, never results."""
 
-    optimizer_state: OptimizerState = field(
-        default=OptimizerState.DEVICE, metadata={"help": "location of slices and their optimizer steps"}
+    optimizer_state: OptimizerState = key(
+        OptimizerState.DEVICE, "location of slices and their optimizer steps"
     )
-    gather: GatherDtype = field(
-        default=GatherDtype.COMPUTE, metadata={"help": "type in which matrices are gathered"}
+    gather: GatherDtype = key(GatherDtype.COMPUTE, "type in which matrices are gathered")
+    fusion: Fusion = key(Fusion.UNIT, "content of one message: a parameter group, or one parameter")
+    reshard: Reshard = key(Reshard.AFTER_FORWARD, "when gathered parameters are released")
+    buffers: int = key(3, "fusion buffers: most blocks gathered at once (after-backward: all blocks)")
+    bucket_bytes: int = key(
+        32 << 20, "bytes of gradients reduced in one message (at most a block's)", size=True
     )
-    fusion: Fusion = field(
-        default=Fusion.UNIT, metadata={"help": "content of one message: a parameter group, or one parameter"}
-    )
-    reshard: Reshard = field(
-        default=Reshard.AFTER_FORWARD, metadata={"help": "when gathered parameters are released"}
-    )
-    buffers: int = field(
-        default=3,
-        metadata={"help": "fusion buffers: most blocks gathered at once (after-backward: all blocks)"},
-    )
-    bucket_bytes: int = field(
-        default=32 << 20,
-        metadata={"size": True, "help": "bytes of gradients reduced in one message (at most a block's)"},
-    )
-    gradient_buffers: int = field(
-        default=2, metadata={"help": "blocks whose gradients are computed or reduced at once"}
-    )
+    gradient_buffers: int = key(2, "blocks whose gradients are computed or reduced at once")
 
     def __post_init__(self) -> None:
         check_least(self, 1, "buffers", "gradient_buffers", table="dense.")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.accelerator import pinned_bytes
 from tierstore.dense.config import DenseConfig, Fusion, GatherDtype, OptimizerState, Reshard
+from tierstore.model.config import ComputeDtype
 from tierstore.parallel.layout import SLICE_ALIGNMENT, TableRows
 from tierstore.store.format import SECTION_ALIGNMENT
 from tierstore.tiers.slots import ElementType
@@ -301,16 +302,6 @@ MOMENT_PLACES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Width:
-    """A type, known only by its size."""
-
-    itemsize: int
-
-
-FP32 = Width(4)
-
-
-@dataclass(frozen=True, slots=True)
 class DenseBytes:
     """Bytes of dense parameters on one rank, by purpose."""
 
@@ -329,7 +320,7 @@ def dense_bytes(
     config: DenseConfig,
     *,
     ranks: int,
-    compute: ElementType = FP32,
+    compute: ElementType = ComputeDtype.FP32,
     device_type: str = "cpu",
 ) -> DenseBytes:
     """The memory of a DenseSlices of ``layouts``, cut for ``ranks``. The first and the last group are the ends."""
@@ -362,7 +353,7 @@ def dense_bytes(
 
 def gather_width(config: DenseConfig, compute: ElementType) -> ElementType:
     """The size of the type in which narrow regions are gathered."""
-    return compute if config.gather is GatherDtype.COMPUTE else FP32
+    return compute if config.gather is GatherDtype.COMPUTE else ComputeDtype.FP32
 
 
 def moment_bytes(largest: int) -> int:
@@ -384,7 +375,7 @@ def blocks_held(layouts: Sequence[UnitLayout], config: DenseConfig) -> int:
 
 def needs_gather(layouts: Sequence[UnitLayout], config: DenseConfig, ranks: int, narrow: ElementType) -> bool:
     """Whether parameters need buffers, instead of being views of the slices."""
-    narrows = narrow.itemsize != FP32.itemsize and any(
+    narrows = narrow.itemsize != ComputeDtype.FP32.itemsize and any(
         region.narrow is Narrow.YES for layout in layouts for region in layout.regions
     )
     return ranks > 1 or narrows or config.optimizer_state is not OptimizerState.DEVICE

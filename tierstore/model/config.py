@@ -8,11 +8,11 @@ them whole. Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tierstore.config import check_positive, choose_member
+from tierstore.config import check_positive, choose_member, key
 from tierstore.errors import ConfigError
 from tierstore.model.architecture import Architecture, DenseUnit
 from tierstore.moe.config import (
@@ -72,60 +72,39 @@ class ModelConfig:
     experts: the dense backbone, whose networks are by default as wide as an expert.
     """
 
-    vocab_size: int = field(default=256, metadata={"help": "size of the vocabulary (text is read as bytes)"})
-    d_model: int = field(default=256, metadata={"help": "width"})
-    n_layers: int = field(default=2, metadata={"help": "blocks"})
-    n_heads: int = field(default=4, metadata={"help": "attention heads"})
-    seq_len: int = field(default=256, metadata={"help": "tokens of a sequence"})
-    d_ff: int = field(default=1024, metadata={"help": "inner width of an expert"})
-    d_ff_dense: int = field(
-        default=0,
-        metadata={"help": "inner width of blocks without experts (0: 4 x d_model; d_ff if moe_every is 0)"},
+    vocab_size: int = key(256, "size of the vocabulary (text is read as bytes)")
+    d_model: int = key(256, "width")
+    n_layers: int = key(2, "blocks")
+    n_heads: int = key(4, "attention heads")
+    seq_len: int = key(256, "tokens of a sequence")
+    d_ff: int = key(1024, "inner width of an expert")
+    d_ff_dense: int = key(0, "inner width of blocks without experts (0: 4 x d_model; d_ff if moe_every is 0)")
+    experts: int = key(64, "experts in each MoE layer")
+    top_k: int = key(2, "experts for each token")
+    moe_every: int = key(1, "use an MoE block every N blocks (0: none, the dense backbone)")
+    activation: Activation = key(Activation.SWIGLU, "activation of experts and dense networks")
+    tie_embeddings: TieEmbeddings = key(TieEmbeddings.UNTIED, "whether the head is the embedding")
+    shared_expert_d_ff: int = key(0, "inner width of a shared expert for all tokens (0: none)")
+    aux_loss_weight: float = key(0.01, "weight of the balance loss")
+    z_loss_weight: float = key(1e-3, "weight of the router's z-loss")
+    router_noise: RouterNoise = key(RouterNoise.NONE, "noise of the router in training")
+    router_noise_std: float = key(0.0, "strength of that noise")
+    capacity_factor: float | None = key(
+        None, "most tokens of an expert, as a multiple of an equal share (none: no token is dropped)"
     )
-    experts: int = field(default=64, metadata={"help": "experts in each MoE layer"})
-    top_k: int = field(default=2, metadata={"help": "experts for each token"})
-    moe_every: int = field(
-        default=1, metadata={"help": "use an MoE block every N blocks (0: none, the dense backbone)"}
+    normalize_topk: bool | None = key(
+        None, "normalise the weights of the chosen experts to sum to one (none: if top_k is more than one)"
     )
-    activation: Activation = field(
-        default=Activation.SWIGLU, metadata={"help": "activation of experts and dense networks"}
+    rope_theta: float = key(10_000.0, "base of the rotary position angles")
+    norm_eps: float = key(1e-5, "epsilon under the root of norms")
+    checkpoint_activations: CheckpointActivations = key(
+        CheckpointActivations.OFF, "what the backward pass recomputes"
     )
-    tie_embeddings: TieEmbeddings = field(
-        default=TieEmbeddings.UNTIED, metadata={"help": "whether the head is the embedding"}
+    expert_activations: SaveActivations = key(
+        SaveActivations.SAVE, "keep the activations of experts, or recompute them"
     )
-    shared_expert_d_ff: int = field(
-        default=0, metadata={"help": "inner width of a shared expert for all tokens (0: none)"}
-    )
-    aux_loss_weight: float = field(default=0.01, metadata={"help": "weight of the balance loss"})
-    z_loss_weight: float = field(default=1e-3, metadata={"help": "weight of the router's z-loss"})
-    router_noise: RouterNoise = field(
-        default=RouterNoise.NONE, metadata={"help": "noise of the router in training"}
-    )
-    router_noise_std: float = field(default=0.0, metadata={"help": "strength of that noise"})
-    capacity_factor: float | None = field(
-        default=None,
-        metadata={
-            "help": "most tokens of an expert, as a multiple of an equal share (none: no token is dropped)"
-        },
-    )
-    normalize_topk: bool | None = field(
-        default=None,
-        metadata={
-            "help": "normalise the weights of the chosen experts to sum to one (none: if top_k is more than one)"
-        },
-    )
-    rope_theta: float = field(default=10_000.0, metadata={"help": "base of the rotary position angles"})
-    norm_eps: float = field(default=1e-5, metadata={"help": "epsilon under the root of norms"})
-    checkpoint_activations: CheckpointActivations = field(
-        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass recomputes"}
-    )
-    expert_activations: SaveActivations = field(
-        default=SaveActivations.SAVE, metadata={"help": "keep the activations of experts, or recompute them"}
-    )
-    compute_dtype: ComputeDtype = field(
-        default=ComputeDtype.FP32, metadata={"help": "type in which blocks compute; masters are fp32"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of initial weights and router noise"})
+    compute_dtype: ComputeDtype = key(ComputeDtype.FP32, "type in which blocks compute; masters are fp32")
+    seed: int = key(0, "seed of initial weights and router noise")
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "seq_len", "d_ff"):

@@ -8,11 +8,11 @@ what feeds the activation (gate and up where there are both, in the columns' ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from tierstore.config import check_least
+from tierstore.config import check_least, key
 from tierstore.errors import ConfigError
 from tierstore.moe.config import ExpertShape
 
@@ -35,15 +35,11 @@ class LoraConfig:
     linear layers that get a pair, as peft's ``target_modules``; empty: all. ``seed``: of the initial values.
     """
 
-    rank: int = field(default=0, metadata={"help": "rank of the pairs (0: everything is trained)"})
-    alpha: float = field(
-        default=0.0, metadata={"help": "pairs are scaled by alpha / rank (0: twice the rank)"}
-    )
-    targets: LoraTargets = field(default=LoraTargets.BOTH, metadata={"help": "which layers get pairs"})
-    modules: tuple[str, ...] = field(
-        default=(), metadata={"help": "linear layers of attention that get a pair (default: all)"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the pairs' initial values"})
+    rank: int = key(0, "rank of the pairs (0: everything is trained)")
+    alpha: float = key(0.0, "pairs are scaled by alpha / rank (0: twice the rank)")
+    targets: LoraTargets = key(LoraTargets.BOTH, "which layers get pairs")
+    modules: tuple[str, ...] = key((), "linear layers of attention that get a pair (default: all)")
+    seed: int = key(0, "seed of the pairs' initial values")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "rank", "alpha", table="lora.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
 
-from tierstore.config import check_least, check_positive
+from tierstore.config import check_least, check_positive, key
 from tierstore.errors import ConfigError
 
 #: ``ParallelConfig.pipeline_degree``: the run chooses a number of chunks of whole experts at every commit; or once and for
@@ -55,58 +55,37 @@ def fewest_experts(experts: int, sharing: int) -> int:
 class ParallelConfig:
     """How the ranks that ``torchrun`` started share the work. No effect in a single process."""
 
-    expert: int = field(
-        default=0,
-        metadata={"help": "ranks per copy of the experts (0: all ranks of a stage; must divide them)"},
+    expert: int = key(0, "ranks per copy of the experts (0: all ranks of a stage; must divide them)")
+    tensor: int = key(1, "ranks that compute the same tokens with parts of each layer")
+    stages: int = key(1, "pipeline stages, each with a part of the layers")
+    stage_blocks: tuple[int, ...] = key((), "blocks of each pipeline stage (default: balanced by parameters)")
+    embedding: RowPlacement = key(
+        RowPlacement.AUTO, "whether the embedding is gathered, or its rows stay partitioned over data ranks"
     )
-    tensor: int = field(
-        default=1, metadata={"help": "ranks that compute the same tokens with parts of each layer"}
+    head: RowPlacement = key(
+        RowPlacement.AUTO, "the same for the head; partitioned, its loss is computed by vocabulary slices"
     )
-    stages: int = field(default=1, metadata={"help": "pipeline stages, each with a part of the layers"})
-    stage_blocks: tuple[int, ...] = field(
-        default=(), metadata={"help": "blocks of each pipeline stage (default: balanced by parameters)"}
+    exchange: ExchangeMode = key(
+        ExchangeMode.AUTO,
+        "how rows reach their experts; hierarchical: within nodes, then between",
     )
-    embedding: RowPlacement = field(
-        default=RowPlacement.AUTO,
-        metadata={"help": "whether the embedding is gathered, or its rows stay partitioned over data ranks"},
+    node_ranks: int = key(0, "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)")
+    pipeline_degree: int = key(
+        AUTO_DEGREE,
+        "chunks of a pass's exchange (PipeMoE); more than a rank has experts, or auto-split, divide each "
+        "expert's tokens, which rounds otherwise",
+        words={"auto": AUTO_DEGREE, "auto-split": AUTO_SPLIT},
     )
-    head: RowPlacement = field(
-        default=RowPlacement.AUTO,
-        metadata={"help": "the same for the head; partitioned, its loss is computed by vocabulary slices"},
+    profile: Path | None = key(
+        None,
+        "profile of bench machine for an auto data.micro_order (or the name of a GPU; none: assumed costs) "
+        "and an auto pipeline_degree (none: probed costs)",
     )
-    exchange: ExchangeMode = field(
-        default=ExchangeMode.AUTO,
-        metadata={"help": "how rows reach their experts; hierarchical: within nodes, then between"},
+    elastic: Elastic = key(
+        Elastic.OFF, "reshard: a resume with a different number of ranks reshards the store"
     )
-    node_ranks: int = field(
-        default=0,
-        metadata={"help": "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)"},
-    )
-    pipeline_degree: int = field(
-        default=AUTO_DEGREE,
-        metadata={
-            "words": {"auto": AUTO_DEGREE, "auto-split": AUTO_SPLIT},
-            "help": "chunks of a pass's exchange (PipeMoE); more than a rank has experts, or auto-split, divide each "
-            "expert's tokens, which rounds otherwise",
-        },
-    )
-    profile: Path | None = field(
-        default=None,
-        metadata={
-            "help": "profile of bench machine for an auto data.micro_order (or the name of a GPU; none: assumed costs) "
-            "and an auto pipeline_degree (none: probed costs)"
-        },
-    )
-    elastic: Elastic = field(
-        default=Elastic.OFF,
-        metadata={"help": "reshard: a resume with a different number of ranks reshards the store"},
-    )
-    timeout_s: float = field(
-        default=600.0, metadata={"help": "seconds after which an unanswered collective fails"}
-    )
-    grace_s: float = field(
-        default=5.0, metadata={"help": "seconds that a rank has to end by itself after another has died"}
-    )
+    timeout_s: float = key(600.0, "seconds after which an unanswered collective fails")
+    grace_s: float = key(5.0, "seconds that a rank has to end by itself after another has died")
 
     @property
     def auto_degree(self) -> bool:

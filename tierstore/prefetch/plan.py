@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from tierstore._native import GroupOrder
+from tierstore.config import check_least, key
 from tierstore.errors import ConfigError
 from tierstore.prefetch.predictor import PredictorName
 
@@ -36,28 +37,17 @@ def group_order(*, replicas: int, chunks: int) -> GroupOrder:
 class PrefetchConfig:
     """How far ahead experts are fetched. Affects waiting times, never results."""
 
-    depth: int = field(default=1, metadata={"help": "layer passes to look ahead (0: none)"})
-    gather_depth: int = field(
-        default=1, metadata={"help": "passes to look ahead when gathering dense parameters (0: none)"}
-    )
-    budget: float = field(default=0.45, metadata={"help": "share of the cache that speculation may hold"})
-    predictor: PredictorName = field(
-        default=PredictorName.HISTORY, metadata={"help": "predictor of the experts that forward passes use"}
-    )
-    guesses: int = field(
-        default=0,
-        metadata={
-            "help": "most experts of a layer to guess at once (0: all likely ones; in serving by the router predictor, "
-            "3 x top_k)"
-        },
+    depth: int = key(1, "layer passes to look ahead (0: none)")
+    gather_depth: int = key(1, "passes to look ahead when gathering dense parameters (0: none)")
+    budget: float = key(0.45, "share of the cache that speculation may hold")
+    predictor: PredictorName = key(PredictorName.HISTORY, "predictor of the experts that forward passes use")
+    guesses: int = key(
+        0,
+        "most experts of a layer to guess at once (0: all likely ones; in serving by the router predictor, "
+        "3 x top_k)",
     )
 
     def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ConfigError(f"prefetch.depth: expected at least 0, got {self.depth}")
-        if self.gather_depth < 0:
-            raise ConfigError(f"prefetch.gather_depth: expected at least 0, got {self.gather_depth}")
-        if self.guesses < 0:
-            raise ConfigError(f"prefetch.guesses: expected at least 0, got {self.guesses}")
+        check_least(self, 0, "depth", "gather_depth", "guesses", table="prefetch.")
         if not 0 <= self.budget <= 0.9:
             raise ConfigError(f"prefetch.budget: expected a share from 0 to 0.9, got {self.budget}")

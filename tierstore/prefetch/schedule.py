@@ -18,9 +18,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tierstore.cache.access import Phase
+from tierstore.config import check_least
 from tierstore.dense.config import DenseConfig, Reshard
-from tierstore.dense.layout import FP32, UnitLayout, blocks_held, gather_width
+from tierstore.dense.layout import UnitLayout, blocks_held, gather_width
 from tierstore.errors import ConfigError
+from tierstore.model.config import ComputeDtype
 from tierstore.prefetch.plan import PrefetchConfig, StepTiming
 from tierstore.tiers.slots import ElementType
 
@@ -102,10 +104,7 @@ class QueueLimits:
     nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise ConfigError(f"depth: expected at least 0 passes, got {self.depth}")
-        if self.nbytes is not None and self.nbytes < 0:
-            raise ConfigError(f"nbytes: expected at least 0, got {self.nbytes}")
+        check_least(self, 0, "depth", "nbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +140,7 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
-        if self.micro_batches < 1:
-            raise ConfigError(f"micro_batches: expected at least one, got {self.micro_batches}")
+        check_least(self, 1, "micro_batches")
         self._check_budget()
         self._check_order()
         put = object.__setattr__  # the class is frozen; these fields follow from the arguments
@@ -426,7 +424,7 @@ def unit_schedule(
     prefetch: PrefetchConfig,
     *,
     moe_layers: Sequence[int],
-    compute: ElementType = FP32,
+    compute: ElementType = ComputeDtype.FP32,
     micro_batches: int = 1,
     first_block: int = 0,
     order: Sequence[MicroPass] = (),

@@ -74,7 +74,7 @@ class AccessWalk:
         self._nearest_first = nearest_first
         self.slots = DeviceCache(store, device, records)
         #: Whether frozen weights are computed with where mapped files have them.
-        self._maps = bool(store.mapped.resolution) and device.loads is WeightLoads.IN_PLACE
+        self._maps = bool(store.mapped.mapping) and device.loads is WeightLoads.IN_PLACE
         self._by_key = store.config.group_order is GroupOrder.KEY
         #: For the open access: request number here > request number in the host cache's access.
         self._host_unit: dict[int, int] = {}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tierstore.capabilities import Finding, Resolution, resolve
+from tierstore.capabilities import Finding, resolve
 from tierstore.dense import unit_layouts
 from tierstore.dense.parameters import load_frozen
 from tierstore.hf.experts import experts_modules
@@ -108,7 +108,7 @@ _COMPILATIONS_PER_BLOCK = 4
 class CompiledBlocks:
     """The result of compiling a model's blocks."""
 
-    resolution: Resolution
+    resolution: Finding
     #: Number of compiled graphs.
     compiled: int = 0
     #: Why graphs run eagerly, each reason once.

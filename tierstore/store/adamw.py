@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tierstore import _native
 from tierstore._native import Moment
+from tierstore.config import check_least, check_positive, key
 from tierstore.errors import ConfigError, StoreError, StoreFormatError
 from tierstore.store.format import MOMENT_BLOCK, MomentFormat, RecordSchema, moment_sections
 
@@ -39,32 +40,23 @@ class Inactive(Enum):
 class AdamWConfig:
     """AdamW with torch's names and formula: decoupled decay, bias correction. The learning rate comes with each step."""
 
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.95), metadata={"help": "decay rates of the two moments"}
+    betas: tuple[float, float] = key((0.9, 0.95), "decay rates of the two moments")
+    eps: float = key(1e-8, "added to the root of the second moment")
+    weight_decay: float = key(0.1, "decoupled decay")
+    inactive: Inactive = key(
+        Inactive.EXACT, "experts that no token reached: exact steps them with a zero gradient, skip does not"
     )
-    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
-    weight_decay: float = field(default=0.1, metadata={"help": "decoupled decay"})
-    inactive: Inactive = field(
-        default=Inactive.EXACT,
-        metadata={
-            "help": "experts that no token reached: exact steps them with a zero gradient, skip does not"
-        },
-    )
-    moments: MomentFormat = field(
-        default=MomentFormat.FP32,
-        metadata={
-            "help": "format of experts' moments: records of 12, 8 or 6 bytes a parameter (fixed when the store "
-            "is created)"
-        },
+    moments: MomentFormat = key(
+        MomentFormat.FP32,
+        "format of experts' moments: records of 12, 8 or 6 bytes a parameter (fixed when the store "
+        "is created)",
     )
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: expected two numbers from 0 to below 1, got {self.betas}")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ConfigError(f"eps: expected more than 0, got {self.eps}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(f"weight_decay: expected at least 0, got {self.weight_decay}")
+        check_positive(self, "eps")
+        check_least(self, 0, "weight_decay")
 
     def row(self, lr: float, step: int) -> Row:
         """The hyperparameters of optimizer step ``step`` (from 1) for the kernels, float32 [7].

@@ -10,6 +10,7 @@ from pathlib import Path
 from tierstore._native import GroupOrder, StepClock
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
+from tierstore.config import check_least, key
 from tierstore.errors import ConfigError, DataError
 from tierstore.links import LinkConfig
 from tierstore.machine_profile import load_io_point
@@ -38,41 +39,24 @@ class StoreAccess(Enum):
 class IoConfig:
     """Settings of the I/O engine."""
 
-    backend: IoBackendName = field(
-        default=IoBackendName.AUTO,
-        metadata={"help": "io_uring, pread/pwrite threads, or mapped files (PMem)"},
+    backend: IoBackendName = key(IoBackendName.AUTO, "io_uring, pread/pwrite threads, or mapped files (PMem)")
+    direct: Capability = key(Capability.AUTO, "O_DIRECT")
+    map_sync: Capability = key(Capability.AUTO, "MAP_SYNC, with backend pmem (else msync)")
+    mapped_weights: Capability = key(
+        Capability.AUTO,
+        "on the CPU, compute with frozen experts in mapped files (backend pmem), uncopied; auto: if DAX",
     )
-    direct: Capability = field(default=Capability.AUTO, metadata={"help": "O_DIRECT"})
-    map_sync: Capability = field(
-        default=Capability.AUTO, metadata={"help": "MAP_SYNC, with backend pmem (else msync)"}
+    huge_pages: Capability = key(Capability.AUTO, "2 MiB pages for arenas")
+    threads: int = key(4, "threads for the backends threads and pmem")
+    queue_depth: int = key(0, "transfers in flight at once (0: the best of `tierstore bench io`, else 32)")
+    chunk_bytes: int = key(
+        0, "size of one transfer (0: the best of `tierstore bench io`, else 1 MiB)", size=True
     )
-    mapped_weights: Capability = field(
-        default=Capability.AUTO,
-        metadata={
-            "help": "on the CPU, compute with frozen experts in mapped files (backend pmem), uncopied; auto: if DAX"
-        },
-    )
-    huge_pages: Capability = field(default=Capability.AUTO, metadata={"help": "2 MiB pages for arenas"})
-    threads: int = field(default=4, metadata={"help": "threads for the backends threads and pmem"})
-    queue_depth: int = field(
-        default=0,
-        metadata={"help": "transfers in flight at once (0: the best of `tierstore bench io`, else 32)"},
-    )
-    chunk_bytes: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "size of one transfer (0: the best of `tierstore bench io`, else 1 MiB)",
-        },
-    )
-    compute_threads: int = field(
-        default=0, metadata={"help": "threads for checksums, copies and AdamW (0: one a core, at most 4)"}
-    )
+    compute_threads: int = key(0, "threads for checksums, copies and AdamW (0: one a core, at most 4)")
 
     def __post_init__(self) -> None:
-        for name, least in (("threads", 1), ("queue_depth", 0), ("compute_threads", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"io.{name}: expected at least {least}, got {getattr(self, name)}")
+        check_least(self, 1, "threads", table="io.")
+        check_least(self, 0, "queue_depth", "compute_threads", table="io.")
         if self.chunk_bytes < 0 or self.chunk_bytes % 4096:
             raise ConfigError(f"io.chunk_bytes: expected 0 or a multiple of 4096, got {self.chunk_bytes}")
         for name in ("map_sync", "mapped_weights"):
@@ -84,22 +68,12 @@ class IoConfig:
 class WearConfig:
     """The write budget of a store, and whether it discards free blocks."""
 
-    daily_write_budget: int = field(
-        default=0, metadata={"size": True, "help": "bytes written per day; further writes wait (0: no limit)"}
-    )
-    endurance: int = field(
-        default=0,
-        metadata={"size": True, "help": "rated endurance of the drive in bytes written (TBW; 0: unknown)"},
-    )
-    discard: Capability = field(
-        default=Capability.AUTO,
-        metadata={"help": "return unused space to the file system (hole punching)"},
-    )
+    daily_write_budget: int = key(0, "bytes written per day; further writes wait (0: no limit)", size=True)
+    endurance: int = key(0, "rated endurance of the drive in bytes written (TBW; 0: unknown)", size=True)
+    discard: Capability = key(Capability.AUTO, "return unused space to the file system (hole punching)")
 
     def __post_init__(self) -> None:
-        for name in ("daily_write_budget", "endurance"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"wear.{name}: expected at least 0 bytes, got {getattr(self, name)}")
+        check_least(self, 0, "daily_write_budget", "endurance", table="wear.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +84,15 @@ class StripeConfig:
     or have one item for each directory, the store's own first.
     """
 
-    directories: tuple[Path, ...] = field(
-        default=(), metadata={"help": "directories on further drives (a store remembers those it has)"}
+    directories: tuple[Path, ...] = key((), "directories on further drives (a store remembers those it has)")
+    limits: tuple[int, ...] = key(
+        (), "most bytes of records in each directory, the store's own first (0: no limit)", size=True
     )
-    limits: tuple[int, ...] = field(
-        default=(),
-        metadata={
-            "size": True,
-            "help": "most bytes of records in each directory, the store's own first (0: no limit)",
-        },
+    weights: tuple[float, ...] = key(
+        (), "shares of new records, the store's own first (empty: by measured bandwidth)"
     )
-    weights: tuple[float, ...] = field(
-        default=(),
-        metadata={"help": "shares of new records, the store's own first (empty: by measured bandwidth)"},
-    )
-    bandwidths: tuple[int, ...] = field(
-        default=(),
-        metadata={"size": True, "help": "speed limit of each directory, bytes per second (0: no limit)"},
+    bandwidths: tuple[int, ...] = key(
+        (), "speed limit of each directory, bytes per second (0: no limit)", size=True
     )
 
     def __post_init__(self) -> None:
@@ -163,14 +129,10 @@ class StoreConfig:
     clock: StepClock = StepClock.LATE_ACCESSES
 
     def __post_init__(self) -> None:
-        if self.host_budget < 1:
-            raise ConfigError(f"host_budget: expected a positive size, got {self.host_budget}")
-        if self.lookahead < 0:
-            raise ConfigError(f"lookahead: expected at least 0 bytes, got {self.lookahead}")
+        check_least(self, 1, "host_budget")
+        check_least(self, 0, "lookahead", "retain")
         if any(layer < 0 for layer in self.layers):
             raise ConfigError(f"layers: expected numbers of at least 0, got {self.layers}")
-        if self.retain < 0:
-            raise ConfigError(f"retain: expected at least 0 snapshots, got {self.retain}")
         if self.group_order is GroupOrder.GIVEN:
             raise ConfigError("group_order: expected RESIDENT_FIRST or KEY, got GIVEN, a device's order")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore._native import Buffer
-from tierstore.capabilities import Capability, Finding, Resolution, probe_dax, resolve
+from tierstore.capabilities import Capability, Finding, probe_dax, resolve
 from tierstore.store.committing import Failures
 from tierstore.store.config import IoBackendName, StoreConfig
 from tierstore.store.disk.drives import Drives
@@ -19,7 +19,7 @@ from tierstore.store.format import Group
 from tierstore.store.index.live import LiveRecord
 
 
-def maps_weights(config: StoreConfig, drives: Drives) -> Resolution:
+def maps_weights(config: StoreConfig, drives: Drives) -> Finding:
     """Whether frozen weights are leased in mapped files. Raises CapabilityError if ``io.mapped_weights`` is ON and they
     cannot be.
     """
@@ -31,7 +31,7 @@ def maps_weights(config: StoreConfig, drives: Drives) -> Resolution:
         if config.disk.on or any(drive.link is not None for drive in drives):
             return Finding(False, "reads are to take the time of a limited link")
         for drive in drives if setting is Capability.AUTO else ():
-            if not (dax := probe_dax(drive.path)).available:
+            if not (dax := probe_dax(drive.path)):
                 return dax
         return Finding(True, "files are mapped")
 
@@ -49,10 +49,10 @@ class MappedWeights:
 
 
 class MappedRecords:
-    """The leases of mapped weights of an open store, if ``resolution`` is ON. One caller at a time."""
+    """The leases of mapped weights of an open store, if ``mapping`` is in effect. One caller at a time."""
 
-    def __init__(self, resolution: Resolution, failures: Failures) -> None:
-        self.resolution = resolution
+    def __init__(self, mapping: Finding, failures: Failures) -> None:
+        self.mapping = mapping
         self._failures = failures
         self._mapped: dict[int, MappedWeights] = {}
         #: The number of leases of mapped weights, and their bytes.
@@ -63,7 +63,7 @@ class MappedRecords:
         check; waiting for it raises ChecksumError or OSError. Raises OSError.
         """
         found = self._mapped.get(record.row)
-        if found is None and self.resolution and record.schema.frozen:
+        if found is None and self.mapping and record.schema.frozen:
             slot = record.slot(Group.WEIGHTS)
             # Before the first commit of a record its write may still be under way.
             if slot is not None and slot.extent.shared(slot.number):
@@ -83,8 +83,8 @@ class MappedRecords:
 
     def describe(self) -> str:
         """One line for people."""
-        where = "in mapped files where the CPU computes in place" if self.resolution else "in the host cache"
-        return f"frozen weights: {where} ({self.resolution.reason})"
+        where = "in mapped files where the CPU computes in place" if self.mapping else "in the host cache"
+        return f"frozen weights: {where} ({self.mapping.reason})"
 
     def close(self) -> None:
         """Leases nothing more."""

@@ -21,7 +21,7 @@ import torch
 
 from tierstore._native import Activity, Arena, Buffer, Engine, HugePages, Link, QuantProducts
 from tierstore.accelerator import has_own_memory
-from tierstore.capabilities import Capability, Finding, Resolution, resolve
+from tierstore.capabilities import Capability, Finding, resolve
 from tierstore.links import LinkConfig, limited, open_link
 from tierstore.quant.weights import QuantizedWeights, Weights
 from tierstore.tiers.slots import DeviceSlots, SlotGradient
@@ -336,7 +336,7 @@ def open_device_tier(
     return HostDeviceTier(engine, slots, huge_pages, loads)
 
 
-def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig) -> Resolution:
+def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig) -> Finding:
     """Whether expert weights are used in place, in the host cache. Raises CapabilityError if ``setting`` is ON and they
     cannot be.
     """
@@ -351,7 +351,7 @@ def weights_in_place(setting: Capability, device: torch.device, link: LinkConfig
     return resolve("weights_in_place", setting, probe)
 
 
-def describe_weights(resolution: Resolution) -> str:
+def describe_weights(in_place: Finding) -> str:
     """One line that describes the result of ``weights_in_place``."""
-    how = "computed with in the host cache" if resolution else "copied to slots of the device"
-    return f"expert weights: {how} ({resolution.reason})"
+    how = "computed with in the host cache" if in_place else "copied to slots of the device"
+    return f"expert weights: {how} ({in_place.reason})"

@@ -12,7 +12,7 @@ from pathlib import Path
 from tierstore.accelerator import accelerator_type
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
-from tierstore.config import as_dict, check_least, check_positive, choose_member
+from tierstore.config import as_dict, check_least, check_positive, choose_member, key
 from tierstore.dense.config import DenseConfig
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
@@ -54,21 +54,16 @@ class ScheduleConfig:
     a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V).
     """
 
-    kind: LearningRateDecay = field(
-        default=LearningRateDecay.COSINE, metadata={"help": "decay of the learning rate"}
+    kind: LearningRateDecay = key(LearningRateDecay.COSINE, "decay of the learning rate")
+    lr: float | None = key(
+        None,
+        f"highest learning rate (none: {_LR:g}; above a width of {_LR_WIDTH}, in inverse proportion to it)",
     )
-    lr: float | None = field(
-        default=None,
-        metadata={
-            "help": f"highest learning rate (none: {_LR:g}; above a width of {_LR_WIDTH}, in inverse proportion to it)"
-        },
+    warmup_steps: int = key(10, "steps of linear warm-up")
+    total_steps: int | None = key(
+        None, "step at which the decay ends (none: the steps with which the run began)"
     )
-    warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
-    total_steps: int | None = field(
-        default=None,
-        metadata={"help": "step at which the decay ends (none: the steps with which the run began)"},
-    )
-    min_lr_fraction: float = field(default=0.1, metadata={"help": "fraction of lr left after the decay"})
+    min_lr_fraction: float = key(0.1, "fraction of lr left after the decay")
 
     def __post_init__(self) -> None:
         choose_member(self, "kind", LearningRateDecay)
@@ -123,25 +118,20 @@ _SEQ_LEN = 1024
 class FinetuneConfig:
     """Settings for training an imported model. Raises ConfigError naming the field."""
 
-    seq_len: int | None = field(
-        default=None,
-        metadata={
-            "help": f"tokens of a sequence (none: {_SEQ_LEN}, or the positions of the model if it has fewer)"
-        },
+    seq_len: int | None = key(
+        None, f"tokens of a sequence (none: {_SEQ_LEN}, or the positions of the model if it has fewer)"
     )
-    checkpoint_activations: CheckpointActivations = field(
-        default=CheckpointActivations.OFF, metadata={"help": "what the backward pass recomputes"}
+    checkpoint_activations: CheckpointActivations = key(
+        CheckpointActivations.OFF, "what the backward pass recomputes"
     )
-    expert_activations: SaveActivations = field(
-        default=SaveActivations.SAVE, metadata={"help": "keep the activations of experts, or recompute them"}
+    expert_activations: SaveActivations = key(
+        SaveActivations.SAVE, "keep the activations of experts, or recompute them"
     )
-    aux_loss_weight: float | None = field(
-        default=None,
-        metadata={"help": "weight of the balance loss (none: that of the model's configuration)"},
+    aux_loss_weight: float | None = key(
+        None, "weight of the balance loss (none: that of the model's configuration)"
     )
-    bias_update_speed: float = field(
-        default=0.001,
-        metadata={"help": "change per step of a router's balancing bias, if the model has one (0: none)"},
+    bias_update_speed: float = key(
+        0.001, "change per step of a router's balancing bias, if the model has one (0: none)"
     )
 
     def length(self, positions: int) -> int:
@@ -159,38 +149,22 @@ class RunConfig:
     naming the field.
     """
 
-    store: Path = field(default=Path("tierstore-store"), metadata={"help": "store directory"})
-    memory: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "memory of the process, from which budgets that are not given follow",
-        },
+    store: Path = key(Path("tierstore-store"), "store directory")
+    memory: int = key(0, "memory of the process, from which budgets that are not given follow", size=True)
+    host_budget: int = key(
+        0,
+        "memory for experts: cache and CPU device tier (0: what memory leaves, by default 80% of what is free)",
+        size=True,
     )
-    host_budget: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "memory for experts: cache and CPU device tier (0: what memory leaves, by default 80% of what is free)",
-        },
+    device_budget: int = key(
+        0, "memory for experts on the device (0: all that is free; on a CPU a few slots)", size=True
     )
-    device_budget: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "memory for experts on the device (0: all that is free; on a CPU a few slots)",
-        },
+    device: str = key("auto", "cpu, cuda, or auto")
+    weights_in_place: Capability = key(
+        Capability.AUTO, "on the CPU, compute with experts in place in the cache, without a copy"
     )
-    device: str = field(default="auto", metadata={"help": "cpu, cuda, or auto"})
-    weights_in_place: Capability = field(
-        default=Capability.AUTO,
-        metadata={"help": "on the CPU, compute with experts in place in the cache, without a copy"},
-    )
-    pinned_memory: Capability = field(
-        default=Capability.AUTO,
-        metadata={"help": "pin the host buffers of copies for the accelerator"},
-    )
-    threads: int = field(default=0, metadata={"help": "torch threads (0: one for each core)"})
+    pinned_memory: Capability = key(Capability.AUTO, "pin the host buffers of copies for the accelerator")
+    threads: int = key(0, "torch threads (0: one for each core)")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "threads")
@@ -204,31 +178,23 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """The configuration of ``tierstore train``. The defaults are the main job."""
 
-    steps: int = field(default=RUN_STEPS, metadata={"help": "total number of optimizer steps"})
-    clip_norm: float = field(default=0.0, metadata={"help": "largest global gradient norm (0: no clipping)"})
-    host_budget: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "memory for experts: cache, gradients, CPU device tier (0: what memory leaves, 256MiB without it)",
-        },
+    steps: int = key(RUN_STEPS, "total number of optimizer steps")
+    clip_norm: float = key(0.0, "largest global gradient norm (0: no clipping)")
+    host_budget: int = key(
+        0,
+        "memory for experts: cache, gradients, CPU device tier (0: what memory leaves, 256MiB without it)",
+        size=True,
     )
-    boundary_budget: int = field(
-        default=0,
-        metadata={
-            "size": True,
-            "help": "memory for block inputs in layer order; the rest is spilled (0: no limit)",
-        },
+    boundary_budget: int = key(
+        0, "memory for block inputs in layer order; the rest is spilled (0: no limit)", size=True
     )
-    commit_every: int = field(default=20, metadata={"help": "steps between commits (0: only at the end)"})
-    snapshot_every: int = field(default=0, metadata={"help": "steps between named snapshots (0: none)"})
-    retain: int = field(default=0, metadata={"help": "snapshots kept"})
-    eval_every: int = field(default=20, metadata={"help": "steps between validations (0: only at the end)"})
-    eval_batches: int = field(default=4, metadata={"help": "micro-batches in each validation"})
-    max_skipped: int = field(
-        default=10, metadata={"help": "stop the run after N consecutive non-finite steps"}
-    )
-    sample_tokens: int = field(default=200, metadata={"help": "tokens of sample text at the end (0: none)"})
+    commit_every: int = key(20, "steps between commits (0: only at the end)")
+    snapshot_every: int = key(0, "steps between named snapshots (0: none)")
+    retain: int = key(0, "snapshots kept")
+    eval_every: int = key(20, "steps between validations (0: only at the end)")
+    eval_batches: int = key(4, "micro-batches in each validation")
+    max_skipped: int = key(10, "stop the run after N consecutive non-finite steps")
+    sample_tokens: int = key(200, "tokens of sample text at the end (0: none)")
     #: The built-in model, described by a file and options; or the specification of an imported one, or of a stage.
     model: ModelConfig | ModelSpec = field(default_factory=ModelConfig, metadata={"read_as": ModelConfig})
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tierstore.config import as_dict, check_least
+from tierstore.config import as_dict, check_least, key
 from tierstore.errors import ConfigError, DataError
 from tierstore.units import is_unicode
 
@@ -72,30 +72,14 @@ class SourceConfig:
     A file is taken whatever its name; of a directory, the files whose names end in one of ``suffixes`` (empty: all).
     """
 
-    paths: tuple[str, ...] = field(
-        default=(), metadata={"help": "text files and directories (empty: Python's own source)"}
+    paths: tuple[str, ...] = key((), "text files and directories (empty: Python's own source)")
+    suffixes: tuple[str, ...] = key((), "endings of files taken from directories (empty: all)")
+    format: DataFormat = key(DataFormat.AUTO, "format of the files; bytes are not tokenised")
+    column: str = key(
+        "", "JSONL field or Parquet column that holds a text or a chat (empty: messages, else text)"
     )
-    suffixes: tuple[str, ...] = field(
-        default=(), metadata={"help": "endings of files taken from directories (empty: all)"}
-    )
-    format: DataFormat = field(
-        default=DataFormat.AUTO,
-        metadata={"help": "format of the files; bytes are not tokenised"},
-    )
-    column: str = field(
-        default="",
-        metadata={
-            "help": "JSONL field or Parquet column that holds a text or a chat (empty: messages, else text)"
-        },
-    )
-    separator: str = field(
-        default="",
-        metadata={"help": "separator between documents in a text file (empty: one document a file)"},
-    )
-    packing: Packing = field(
-        default=Packing.AUTO,
-        metadata={"help": "how documents share a sequence"},
-    )
+    separator: str = key("", "separator between documents in a text file (empty: one document a file)")
+    packing: Packing = key(Packing.AUTO, "how documents share a sequence")
 
     def __post_init__(self) -> None:
         for name in ("column", "separator"):
@@ -109,23 +93,15 @@ class DataConfig(SourceConfig):
     (``*.py``, without site-packages and tests).
     """
 
-    validation_fraction: float = field(
-        default=0.05, metadata={"help": "fraction of the text held out for validation"}
+    validation_fraction: float = key(0.05, "fraction of the text held out for validation")
+    max_bytes: int = key(64 << 20, "most bytes of text to read, if bytes are the tokens")
+    batch_size: int = key(16, "sequences in a step, over all ranks")
+    micro_batches: int = key(1, "micro-batches whose gradients a step accumulates")
+    micro_order: MicroOrder = key(
+        MicroOrder.AUTO,
+        "micro: each micro-batch passes all layers; layer: each layer takes all micro-batches",
     )
-    max_bytes: int = field(
-        default=64 << 20, metadata={"help": "most bytes of text to read, if bytes are the tokens"}
-    )
-    batch_size: int = field(default=16, metadata={"help": "sequences in a step, over all ranks"})
-    micro_batches: int = field(
-        default=1, metadata={"help": "micro-batches whose gradients a step accumulates"}
-    )
-    micro_order: MicroOrder = field(
-        default=MicroOrder.AUTO,
-        metadata={
-            "help": "micro: each micro-batch passes all layers; layer: each layer takes all micro-batches"
-        },
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the order of the text"})
+    seed: int = key(0, "seed of the order of the text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
-from tierstore.config import check_least, check_positive
+from tierstore.config import check_least, check_positive, key
 from tierstore.errors import ConfigError
 from tierstore.model.store_schema import TaskProgress
 from tierstore.train.files import DataConfig, SourceConfig
@@ -36,27 +36,14 @@ class TaskConfig(SourceConfig):
     It has either ``rows`` of each micro-batch, or a ``share`` of the remaining rows.
     """
 
-    paths: tuple[str, ...] = field(default=(), metadata={"help": "the task's files and directories"})
-    weight: float = field(
-        default=1.0, metadata={"help": "weight of the task's mean loss among those of all tasks"}
+    paths: tuple[str, ...] = key((), "the task's files and directories")
+    weight: float = key(1.0, "weight of the task's mean loss among those of all tasks")
+    rows: int = key(0, "sequences of the task in each micro-batch (0: by its share)")
+    share: float = key(1.0, "share of the sequences left over by tasks with rows, relative to other tasks")
+    cost: int = key(
+        0, "cost of a sequence in tokens, for balancing ranks (0: seq_len, since padding is computed too)"
     )
-    rows: int = field(
-        default=0, metadata={"help": "sequences of the task in each micro-batch (0: by its share)"}
-    )
-    share: float = field(
-        default=1.0,
-        metadata={"help": "share of the sequences left over by tasks with rows, relative to other tasks"},
-    )
-    cost: int = field(
-        default=0,
-        metadata={
-            "help": "cost of a sequence in tokens, for balancing ranks (0: seq_len, since padding is computed too)"
-        },
-    )
-    head: TaskHead = field(
-        default=TaskHead.SHARED,
-        metadata={"help": "own: an output head that only this task trains"},
-    )
+    head: TaskHead = key(TaskHead.SHARED, "own: an output head that only this task trains")
 
     def __post_init__(self) -> None:
         super().__post_init__()
