@@ -29,8 +29,8 @@ from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import find_profile
 from tierstore.model.architecture import Architecture
+from tierstore.parallel.chunk_degree import pass_seconds
 from tierstore.parallel.layout import Layout
-from tierstore.parallel.pipeline_degree import pass_seconds
 from tierstore.plan.fitting import Limits
 from tierstore.plan.layout_workload import LayoutChoice, stage_workloads
 from tierstore.plan.layouts import layout_cost

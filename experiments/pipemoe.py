@@ -41,21 +41,21 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, dispatch
 from tierstore.moe.exchange import ExchangedRows, rows_of
-from tierstore.moe.source import ExpertSourceRef, PipelineDegrees, Pipelining
+from tierstore.moe.source import ChunkDegrees, Chunking, ExpertSourceRef
 from tierstore.parallel import Channel, Collective, Mesh, Work
-from tierstore.parallel.config import ParallelConfig
-from tierstore.parallel.launching import launch
-from tierstore.parallel.limited import LimitedGroup
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     Degree,
     LayerPass,
-    PipelineCosts,
     Share,
     backward_pass,
     chosen_degrees,
     forward_pass,
     pass_seconds,
 )
+from tierstore.parallel.config import ParallelConfig
+from tierstore.parallel.launching import launch
+from tierstore.parallel.limited import LimitedGroup
 from tierstore.reports.bars import Bar, BarPanel, draw_bars, joined
 from tierstore.stats import percentile
 from tierstore.timeline import NullTimeline, TimelineSink, TimelineSlice, Track, open_timeline, read_slices
@@ -200,7 +200,7 @@ class Passes:
         """
         self._link.link, self._link.timeline = open_link(link), timeline or NullTimeline()
         world, experts = self._mesh.data.size, layer.machine.experts * self._mesh.data.size
-        slot = ExpertSourceRef(Pipelining(timeline))
+        slot = ExpertSourceRef(Chunking(timeline))
         shape = ExpertShape(ROW_BYTES // 4, HIDDEN)
         slot.target = SleepingExperts(shape, self._device)
         self._device.speed = layer.machine.speed
@@ -222,7 +222,7 @@ class Passes:
         for number in range(rounds + 1):
             for place in draw.sample(places, len(places)):
                 parts = -(-max(degrees[place]) // layer.machine.experts)
-                slot.pipelining.degrees = PipelineDegrees(*degrees[place], parts)
+                slot.chunking.degrees = ChunkDegrees(*degrees[place], parts)
                 self._mesh.data.barrier()
                 started = time.perf_counter()
                 call = ExpertPass(0, shape, slot, *rows(parts), Weighting.BY_EXPERT, SaveActivations.SAVE)
@@ -285,7 +285,7 @@ def fit_pass(samples: Mapping[int, Sequence[Sequence[float]]]) -> FittedPass:
 class PredictedPass:
     """One pass by its model."""
 
-    costs: PipelineCosts
+    costs: ChunkCosts
     work: LayerPass
 
     def network_s(self, degree: int) -> float:
@@ -323,7 +323,7 @@ class Models:
         )
         found = []
         for way, computed in zip(ways, self._devices[device], strict=True):
-            costs = PipelineCosts(exchange.latency_s, 1 / exchange.per_s, computed.chunk_s, 1.0)
+            costs = ChunkCosts(exchange.latency_s, 1 / exchange.per_s, computed.chunk_s, 1.0)
             experts = Share(1, computed.rows.seconds(loads.computed))
             found.append(PredictedPass(costs, LayerPass(way.dispatch, experts, way.combine)))
         return found

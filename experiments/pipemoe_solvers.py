@@ -2,7 +2,7 @@
 
     python experiments/pipemoe_solvers.py [--cases 100000]
 
-In drawn cases our exact solver (``tierstore.parallel.pipeline_degree``) is compared with an exhaustive search over
+In drawn cases our exact solver (``tierstore.parallel.chunk_degree``) is compared with an exhaustive search over
 schedules that are simulated event by event, and with Algorithm 1 (sections III and IV). Exit status 1: the exact solver
 is not exact. Then the layers of the paper's Table IV, by Fig. 6's constants: what the numbers that ``auto-split`` chooses
 save of the time of fixed ones, as in Table VI.
@@ -40,11 +40,10 @@ from typing import Any, NamedTuple
 
 from emulation import OUTPUT, finish, options, start
 
-from tierstore.parallel.config import MOST_PARTS
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     Degree,
     LayerPass,
-    PipelineCosts,
     Share,
     WeightGradients,
     backward_pass,
@@ -53,6 +52,7 @@ from tierstore.parallel.pipeline_degree import (
     forward_pass,
     pass_seconds,
 )
+from tierstore.parallel.config import MOST_PARTS
 from tierstore.plan.predict import Run, simulate
 from tierstore.prefetch.operations import Kind, Operation
 
@@ -90,7 +90,7 @@ def solve_exactly(problem: Problem) -> Solution:
 
 
 def algorithm_1(
-    costs: PipelineCosts,
+    costs: ChunkCosts,
     work: LayerPass,
     *,
     seconds: Callable[[int], float],
@@ -151,9 +151,9 @@ class PaperLayer:
     top_k: int = 2
 
     @property
-    def costs(self) -> PipelineCosts:
+    def costs(self) -> ChunkCosts:
         """Fig. 6's."""
-        return PipelineCosts(*ALL_TO_ALL[self.gpus], 2 * GEMM[0], 2 * GEMM[1])
+        return ChunkCosts(*ALL_TO_ALL[self.gpus], 2 * GEMM[0], 2 * GEMM[1])
 
     @property
     def forward(self) -> LayerPass:
@@ -162,7 +162,7 @@ class PaperLayer:
         return forward_pass(rows * self.width, rows * self.width * self.hidden)
 
     @property
-    def passes(self) -> list[tuple[PipelineCosts, LayerPass]]:
+    def passes(self) -> list[tuple[ChunkCosts, LayerPass]]:
         """Forward, and backward with as many bytes and twice the work."""
         rows, work, at = self.forward.dispatch.amount, self.forward.experts.amount, WeightGradients.AT_TOKENS
         return [(self.costs, self.forward), (self.costs, backward_pass(rows, work, gradients=at))]
@@ -216,7 +216,7 @@ class ChunkTimes:
     combine: float
 
 
-def equal_chunks(costs: PipelineCosts, work: LayerPass, degree: int) -> list[ChunkTimes]:
+def equal_chunks(costs: ChunkCosts, work: LayerPass, degree: int) -> list[ChunkTimes]:
     """``work`` in ``degree`` equal chunks."""
     one = ChunkTimes(
         costs.alpha_a * work.dispatch.starts + costs.beta_a * work.dispatch.amount / degree,
@@ -240,7 +240,7 @@ def simulate_chunks(chunks: Sequence[ChunkTimes]) -> Run[Operation]:
     return simulate(listed, seconds)
 
 
-def exhaustive_degree(costs: PipelineCosts, work: LayerPass, *, most: int) -> Degree:
+def exhaustive_degree(costs: ChunkCosts, work: LayerPass, *, most: int) -> Degree:
     """The best of 1..``most``, each simulated; of equal ones the smallest. ``wanted`` is no more than that."""
     times = [simulate_chunks(equal_chunks(costs, work, r)).seconds for r in range(1, most + 1)]
     limit = min(times) * (1 + _EQUAL)
@@ -282,7 +282,7 @@ def search(cases: int, *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _costs(draw: random.Random) -> PipelineCosts:
+def _costs(draw: random.Random) -> ChunkCosts:
     """Starts of 1 us to 10 ms, 100 MB/s to 100 GB/s, 10 GFLOP/s to 1 PFLOP/s; one start in ten costs nothing."""
 
     def power(low: float, high: float) -> float:
@@ -291,7 +291,7 @@ def _costs(draw: random.Random) -> PipelineCosts:
     def start() -> float:
         return 0.0 if draw.random() < 0.1 else power(-6, -2)
 
-    return PipelineCosts(start(), power(-11, -8), start(), power(-15, -10))
+    return ChunkCosts(start(), power(-11, -8), start(), power(-15, -10))
 
 
 def _work(draw: random.Random) -> LayerPass:

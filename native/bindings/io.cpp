@@ -4,6 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
+#include <cctype>
+#include <string>
+
 #include "native/bindings/bindings.hpp"
 #include "native/bindings/held.hpp"
 #include "native/io/backend.hpp"
@@ -25,7 +29,11 @@ void bind_io(nb::module_& m) {
         .value("AUTO", DirectIo::Auto)
         .value("ON", DirectIo::On);
     nb::enum_<IoBackend> backends(m, "IoBackend");
-    for (const auto& [name, backend] : kIoBackends) backends.value(name, backend);
+    for (const KnownBackend& known : kIoBackends) {
+        std::string member = known.name;
+        std::ranges::transform(member, member.begin(), ::toupper);
+        backends.value(member.c_str(), known.value);
+    }
     nb::enum_<MapSync>(
         m, "MapSync",
         "Whether the pmem backend's mappings make stores durable by themselves. ON fails where they\n"

@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "native/base/error.hpp"
@@ -16,14 +15,8 @@
 
 namespace tierstore {
 
-// registry.cpp makes each of them; Python uses these names.
-enum class IoBackend { Auto, Uring, Threads, Pmem };
-inline constexpr std::pair<const char*, IoBackend> kIoBackends[] = {
-    {"AUTO", IoBackend::Auto},
-    {"URING", IoBackend::Uring},
-    {"THREADS", IoBackend::Threads},
-    {"PMEM", IoBackend::Pmem},
-};
+enum class IoBackend { Auto, Uring, Threads, Pmem };  // each has a row of kIoBackends
+
 // Punch returns the blocks of a range, which then reads as zeros.
 enum class IoKind { Read, Write, Sync, Punch };
 
@@ -85,6 +78,18 @@ std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 // completes, and a sync costs nothing; else a sync is msync. Writes never meet a missing block, which would be a
 // SIGBUS: blocks are reserved first, and ENOSPC is an error like any other.
 std::unique_ptr<Backend> make_pmem_backend(const BackendOptions& options);
+
+struct KnownBackend {
+    const char* name;  // as in configurations; the members of Python's enum are these names in capitals
+    IoBackend value;
+    std::unique_ptr<Backend> (*make)(const BackendOptions&);  // null for Auto, which chooses
+};
+inline constexpr KnownBackend kIoBackends[] = {
+    {"auto", IoBackend::Auto, nullptr},
+    {"uring", IoBackend::Uring, &make_uring_backend},
+    {"threads", IoBackend::Threads, &make_threads_backend},
+    {"pmem", IoBackend::Pmem, &make_pmem_backend},
+};
 
 struct MadeBackend {
     std::unique_ptr<Backend> backend;

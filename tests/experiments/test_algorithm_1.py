@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 from pipemoe_solvers import PaperLayer, Problem, Solution, algorithm_1, solve_exactly, table4, table6
 
-from tierstore.parallel.pipeline_degree import PipelineCosts, best_degree, forward_pass, pass_seconds
+from tierstore.parallel.chunk_degree import ChunkCosts, best_degree, forward_pass, pass_seconds
 
 
 @cache
@@ -97,9 +97,7 @@ def test_the_papers_own_misprediction() -> None:
     layer = PaperLayer(64, 2, 2048, 4096, 8192, 2, top_k=4)
     forward = layer.forward
     backward = forward_pass(forward.dispatch.amount, 2 * forward.experts.amount)
-    twice = PipelineCosts(
-        layer.costs.alpha_a, layer.costs.beta_a, 2 * layer.costs.alpha_e, layer.costs.beta_e
-    )
+    twice = ChunkCosts(layer.costs.alpha_a, layer.costs.beta_a, 2 * layer.costs.alpha_e, layer.costs.beta_e)
     both = {r: pass_seconds(layer.costs, forward, r) + pass_seconds(twice, backward, r) for r in (2, 8)}
     assert best_degree(layer.costs, forward, most=8).degree == 2
     assert both[2] * 1e3 == pytest.approx(494.8, abs=0.05)
@@ -114,7 +112,7 @@ def test_line_6_by_hand() -> None:
     """Starts of 1 and 2 s, 10 and 13 s in all. Q1, 1 + 10 / r >= 2 + 13 / r, holds for no r, yet line 6 gives max(2, -3) and
     t_2 = 24 s, which r = 2 does not reach: it takes 2 + 10 + 4 + 13 = 29 s, and r = 3 takes 2 + 20 / 3 + 6 + 13.
     """
-    costs = PipelineCosts(1.0, 1.0, 2.0, 1.0)
+    costs = ChunkCosts(1.0, 1.0, 2.0, 1.0)
     work = forward_pass(10.0, 13.0)
     assert algorithm_1(costs, work, seconds=partial(pass_seconds, costs, work)) == 2
     best = best_degree(costs, work, most=8)

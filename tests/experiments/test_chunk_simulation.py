@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipemoe_solvers import ChunkTimes, equal_chunks, exhaustive_degree, search, simulate_chunks
 
-from tierstore.parallel.pipeline_degree import LayerPass, PipelineCosts, Share, best_degree, pass_seconds
+from tierstore.parallel.chunk_degree import ChunkCosts, LayerPass, Share, best_degree, pass_seconds
 
 TIMES = st.floats(0, 10)
 SHARES = st.builds(Share, st.integers(1, 3), st.floats(0, 100))
@@ -25,21 +25,21 @@ def test_unequal_chunks_by_hand() -> None:
 
 
 @given(
-    st.builds(PipelineCosts, TIMES, TIMES, TIMES, TIMES),
+    st.builds(ChunkCosts, TIMES, TIMES, TIMES, TIMES),
     st.builds(LayerPass, SHARES, SHARES, SHARES),
     st.integers(1, 12),
 )
-def test_closed_form(costs: PipelineCosts, work: LayerPass, degree: int) -> None:
+def test_closed_form(costs: ChunkCosts, work: LayerPass, degree: int) -> None:
     simulated = simulate_chunks(equal_chunks(costs, work, degree)).seconds
     assert pass_seconds(costs, work, degree) == pytest.approx(simulated, rel=1e-12, abs=1e-12)
 
 
 @given(
-    st.builds(PipelineCosts, TIMES, TIMES, TIMES, TIMES),
+    st.builds(ChunkCosts, TIMES, TIMES, TIMES, TIMES),
     st.builds(LayerPass, SHARES, SHARES, SHARES),
     st.integers(1, 10),
 )
-def test_exact_is_exhaustive(costs: PipelineCosts, work: LayerPass, most: int) -> None:
+def test_exact_is_exhaustive(costs: ChunkCosts, work: LayerPass, most: int) -> None:
     exact, found = best_degree(costs, work, most=most), exhaustive_degree(costs, work, most=most)
     assert exact.seconds == pytest.approx(found.seconds, rel=1e-12, abs=1e-12)
 

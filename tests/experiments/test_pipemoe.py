@@ -20,9 +20,9 @@ from pipemoe import (
 
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, backward_expert, forward_expert
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     LayerPass,
-    PipelineCosts,
     Share,
     backward_pass,
     forward_pass,
@@ -108,7 +108,7 @@ def test_a_fit_by_hand() -> None:
 def predicted(experts_s: float = 0.06, start_s: float = 0.001, chunk_s: float = 0.002) -> PredictedPass:
     """100 rows travel each way, 102,400 bytes at 1 MB/s."""
     way = forward_pass(100 * ROW_BYTES, 0.0)
-    costs = PipelineCosts(start_s, 1e-6, chunk_s, 1.0)
+    costs = ChunkCosts(start_s, 1e-6, chunk_s, 1.0)
     return PredictedPass(costs, LayerPass(way.dispatch, Share(1, experts_s), way.combine))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launcher import Ranks
-from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
+from tiny_families import BALANCED, FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 
 from tierstore.errors import StoreFormatError
 from tierstore.hf.describing import parse_config
@@ -20,7 +20,6 @@ from tierstore.moe.seeds import derive_seed
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.train.config import FinetuneConfig
 
-BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v3", "glm4_moe")]
 Found = dict[str, Any]
 
 

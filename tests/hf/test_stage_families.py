@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from slowness import mostly_slow
-from tiny_families import FAMILIES, FusedExperts, copy_dense, make_config, plain_model
+from tiny_families import BALANCED, FAMILIES, FusedExperts, copy_dense, make_config, plain_model
 from torch import Tensor
 
 from tierstore.hf.experts import balance_loss, balance_loss_later
@@ -19,8 +19,6 @@ from tierstore.model.stage import StagePass
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.train.config import FinetuneConfig
 
-#: Families with an auxiliary loss, which is one function of all layers.
-BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v3", "glm4_moe")]
 #: Four layers: masks by layer type would be others if layers were counted from the stage's first one.
 LAYERS, CUTS = 4, (range(2), range(2, 3), range(3, 4))
 

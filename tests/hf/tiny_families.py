@@ -101,6 +101,8 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
 }
 
+#: Those with an auxiliary loss, which is one function of all layers.
+BALANCED = [name for name in FAMILIES if name not in ("deepseek_v2", "deepseek_v3", "glm4_moe")]
 #: Phi-MoE's sparsemixer chooses two experts and no other number.
 TOP_KS = {"phimoe": (2,)}
 

@@ -18,7 +18,7 @@ from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved
 from tierstore.moe.dispatch import Dispatch, combine, combine_weighted, dispatch, divide_experts
 from tierstore.moe.exchange import LocalRows, RowChunk, rows_of
 from tierstore.moe.experts import Scratch, Workspace, backward_expert, forward_expert
-from tierstore.moe.source import ExpertLease, ExpertSourceRef, PipelineDegrees
+from tierstore.moe.source import ChunkDegrees, ExpertLease, ExpertSourceRef
 from tierstore.parallel import Mesh, RankGroup, Work
 from tierstore.timeline import Args, Moment, TimelineSink, Track
 
@@ -65,7 +65,7 @@ def one_pass(
     tokens: list[int],
     experts: int,
     dtype: torch.dtype,
-    degrees: PipelineDegrees,
+    degrees: ChunkDegrees,
     weighting: Weighting = Weighting.BY_EXPERT,
     save: SaveActivations = SaveActivations.SAVE,
 ) -> Found:
@@ -76,7 +76,7 @@ def one_pass(
     own = places[mesh.data.rank]
     load_RE = torch.stack([batch.expert_TK[at].flatten().bincount(minlength=experts) for at in places])
     source, slot = Watched(experts, dtype, mesh.replica), ExpertSourceRef()
-    slot.target, slot.pipelining.degrees = source, degrees
+    slot.target, slot.chunking.degrees = source, degrees
     plan, rows = rows_of(
         dispatch(batch.expert_TK[own], load_RE[mesh.data.rank]),
         load_RE,
@@ -146,18 +146,18 @@ def whole(many: list[Found], name: str) -> Tensor:
 @pytest.mark.parametrize(
     ("tokens", "experts", "degrees"),
     [
-        ([20, 20], 2, PipelineDegrees(2, 2, 2)),  # one expert on each rank
-        ([20, 9], 2, PipelineDegrees(1, 4, 4)),
-        ([3, 0], 2, PipelineDegrees(5, 5, 5)),  # parts without rows
-        ([17, 12], 6, PipelineDegrees(5, 2, 2)),
-        ([7, 0, 30, 3], 6, PipelineDegrees(3, 1, 3)),  # two ranks own two experts, two own one
+        ([20, 20], 2, ChunkDegrees(2, 2, 2)),  # one expert on each rank
+        ([20, 9], 2, ChunkDegrees(1, 4, 4)),
+        ([3, 0], 2, ChunkDegrees(5, 5, 5)),  # parts without rows
+        ([17, 12], 6, ChunkDegrees(5, 2, 2)),
+        ([7, 0, 30, 3], 6, ChunkDegrees(3, 1, 3)),  # two ranks own two experts, two own one
     ],
 )
 def test_bits_of_the_reference(
     ranks: Ranks,
     tokens: list[int],
     experts: int,
-    degrees: PipelineDegrees,
+    degrees: ChunkDegrees,
     save: SaveActivations,
     dtype: torch.dtype,
 ) -> None:
@@ -186,7 +186,7 @@ def test_close_to_experts_as_wholes(
     for save in SaveActivations:
         one, many = (
             ranks.run(size, one_pass, tokens, 4, torch.float32, degrees, weighting, save, **layout)
-            for degrees in (PipelineDegrees(), PipelineDegrees(8, 3, 4))
+            for degrees in (ChunkDegrees(), ChunkDegrees(8, 3, 4))
         )
         for found, wanted in zip(many, one, strict=True):
             for name in ("y", "x_grad", "weight_grad"):
@@ -234,13 +234,13 @@ def test_a_part_is_sent_back_before_the_next_is_computed() -> None:
     )
     assert (plan.token_N.tolist(), load_SU.tolist()) == ([0, 2, 4, 1, 3], [[3, 2]])
     source = ExpertSourceRef()
-    source.pipelining.degrees = PipelineDegrees(2, 2, 2)
+    source.chunking.degrees = ChunkDegrees(2, 2, 2)
     call = ExpertPass(
         0, SHAPE, source, plan, InParts(plan, (0, 1)), Weighting.BY_EXPERT, SaveActivations.SAVE
     )
     walk = Walk(torch.randn(5, SHAPE.d_model), torch.ones(5, 1), call, saving=True)
     assert walk.asked == (0,)
-    travel = Travel([walk], source.pipelining, "forward 0")
+    travel = Travel([walk], source.chunking, "forward 0")
     travel.compute([ExpertLease(0, torch.randn(SHAPE.numel))])
     travel.end()
     assert order == [
@@ -284,8 +284,8 @@ def test_a_chunk_takes_two_moments_of_the_device_whatever_its_experts() -> None:
         send_back = send
 
     source, sink = ExpertSourceRef(), Sink()
-    source.pipelining.timeline = sink
-    travel = Travel([cast(Any, Walk())], source.pipelining, "forward 0")
+    source.chunking.timeline = sink
+    travel = Travel([cast(Any, Walk())], source.chunking, "forward 0")
     sink.moments = 0
     for expert in range(6):
         travel.compute([ExpertLease(expert, torch.zeros(1))])

@@ -31,7 +31,7 @@ from tierstore.moe import (
 )
 from tierstore.moe.dispatch import dispatch
 from tierstore.moe.exchange import ExchangedRows, RowChunk, expert_groups
-from tierstore.moe.source import ExpertSourceRef, PipelineDegrees
+from tierstore.moe.source import ChunkDegrees, ExpertSourceRef
 from tierstore.parallel import Mesh, RankEnvironment, RankGroup, Work
 
 WIDTH = 16
@@ -49,13 +49,13 @@ def _pass(mesh: Mesh, tokens: list[int], dtype: torch.dtype, options: Found, tim
     """Passes over this rank's ``tokens[rank]`` tokens, and all that they computed."""
     options = dict(options)
     save = options.pop("save", SaveActivations.SAVE)
-    degrees = options.pop("degrees", PipelineDegrees())
+    degrees = options.pop("degrees", ChunkDegrees())
     experts = options.setdefault("experts", 6)
     shape = ExpertShape(WIDTH, 24)
     source = InMemoryExperts(shape, layers=[3], experts=experts, compute=dtype, replicas=mesh.replica)
     config = RouterConfig(**options)
     slot = ExpertSourceRef()
-    slot.target, slot.pipelining.degrees = source, degrees
+    slot.target, slot.chunking.degrees = source, degrees
     layer = MoELayer(config, shape, slot, layer=3, seed=1, save_activations=save, mesh=mesh)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
@@ -245,7 +245,7 @@ def test_chunks_change_no_bit(
     for dtype in (torch.float32, torch.bfloat16):
         options = {"save": save, "top_k": 2, "experts": experts}
         one = ranks.run(len(tokens), _pass, tokens, dtype, options, 2, expert=expert)
-        for degrees in (PipelineDegrees(2, 2), PipelineDegrees(4, 1), PipelineDegrees(1, 3)):
+        for degrees in (ChunkDegrees(2, 2), ChunkDegrees(4, 1), ChunkDegrees(1, 3)):
             many = ranks.run(
                 len(tokens), _pass, tokens, dtype, {**options, "degrees": degrees}, 2, expert=expert
             )

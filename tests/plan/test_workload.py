@@ -12,7 +12,7 @@ from tierstore.cache.access import Phase
 from tierstore.config import load
 from tierstore.errors import ConfigError
 from tierstore.machine_profile import ASSUMED, Cost, Profile
-from tierstore.parallel.pipeline_degree import PipelineCosts, Share, best_degree, pass_seconds
+from tierstore.parallel.chunk_degree import ChunkCosts, Share, best_degree, pass_seconds
 from tierstore.plan.capacity import Setting
 from tierstore.plan.fitting import Limits
 from tierstore.plan.predict import Prediction, predict
@@ -48,7 +48,7 @@ def test_work_by_hand(setting: Make) -> None:
     assert found.most == 6
     forward, backward = found.passes
     assert (forward.phase, backward.phase) == (Phase.FORWARD, Phase.BACKWARD)
-    assert forward.costs == PipelineCosts(0.001, 1 / 1e6, 0.0002, 1.0)
+    assert forward.costs == ChunkCosts(0.001, 1 / 1e6, 0.0002, 1.0)
     assert forward.work.dispatch == forward.work.combine == Share(1, 96 * 64)
     flops = 2 * 32 * 3 * 16 * 32
     assert forward.work.experts.amount == pytest.approx(6 * (0.0002 + flops / 1e9))
@@ -202,7 +202,7 @@ def test_a_repeated_forward_pass_sends_its_rows_once_more(setting: Make) -> None
     assert again.sizes(backward).combine == kept.sizes(backward).combine + kept.sizes(forward).combine
     costs, work = modelled(again, backward)
     assert (costs, work) == modelled(kept, backward)
-    assert isinstance(costs, PipelineCosts)
+    assert isinstance(costs, ChunkCosts)
 
 
 # What a plan says of tables over the vocabulary: the choice of a run, and the bytes of both ways ------------

@@ -12,12 +12,12 @@ from refusals import refuses
 from tierstore.config import load
 from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.model.store_schema import TrainState
-from tierstore.moe.source import Pipelining
+from tierstore.moe.source import Chunking
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.plan.capacity import Setting
 from tierstore.plan.predict import predict
+from tierstore.train.chunk_control import ChunkControl, LayerCosts, profiled, read_profile
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import LayerCosts, PipelineControl, profiled, read_profile
 from tierstore.train.ranks import Opening
 from tierstore.train.session import open_session
 
@@ -53,8 +53,8 @@ def configured(path: Path | None, settings: Settings | None = None) -> TrainConf
     return load(TrainConfig, None, {**TINY, **MODEL, **told, **(settings or {})})
 
 
-def control_of(config: TrainConfig, mesh: Mesh) -> PipelineControl:
-    control = PipelineControl(config, mesh, Pipelining())
+def control_of(config: TrainConfig, mesh: Mesh) -> ChunkControl:
+    control = ChunkControl(config, mesh, Chunking())
     control.begin(TrainState(), lambda note: None)
     return control
 
@@ -129,7 +129,7 @@ def test_results_of_tensor_parallel_ranks_come_back_in_chunks(tmp_path: Path) ->
 
 
 def test_nothing_is_read_where_nothing_is_chosen(tmp_path: Path) -> None:
-    control = PipelineControl(configured(tmp_path / "none.json"), alone(), Pipelining())
+    control = ChunkControl(configured(tmp_path / "none.json"), alone(), Chunking())
     assert control.chosen is None
 
 

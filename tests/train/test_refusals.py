@@ -22,18 +22,18 @@ from tierstore.machine_profile import ASSUMED, Cost, save_profile
 from tierstore.model import ModelConfig
 from tierstore.model.spec import spec_of
 from tierstore.model.store_schema import STATE_KEY, TrainState
-from tierstore.moe.source import Pipelining
+from tierstore.moe.source import Chunking
 from tierstore.parallel import RankGroup
 from tierstore.parallel.config import ParallelConfig, RowPlacement
 from tierstore.parallel.layout import Division, Layout
 from tierstore.store.adamw import AdamWConfig
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.budgets import split_boundaries
+from tierstore.train.chunk_control import ChunkControl
 from tierstore.train.combinations import Feature, pairing
 from tierstore.train.config import ScheduleConfig, TrainConfig
 from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig, text_files
-from tierstore.train.pipelining import PipelineControl
 from tierstore.train.stages import one_forward_one_backward, stage_blocks, stage_config
 from tierstore.train.stored_model import DenseCut, DenseParameter
 from tierstore.train.tasks import TaskRows, assign
@@ -62,10 +62,10 @@ def loads(text: str) -> Act:
     return act
 
 
-def chunks(settings: Mapping[str, Any], sharing: int) -> PipelineControl:
+def chunks(settings: Mapping[str, Any], sharing: int) -> ChunkControl:
     """The number of chunks of the first of ``sharing`` ranks."""
     group = RankGroup(0, range(sharing), {})
-    return PipelineControl(configured(settings), replace(alone(), data=group, expert=group), Pipelining())
+    return ChunkControl(configured(settings), replace(alone(), data=group, expert=group), Chunking())
 
 
 def profiled(sharing: int, content: str | None = "{}", **changes: Any) -> Act:

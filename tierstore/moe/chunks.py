@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tierstore.moe.exchange import RowChunk, Rows
-from tierstore.moe.source import ExpertLease, Pipelining
+from tierstore.moe.source import Chunking, ExpertLease
 from tierstore.parallel import Work
 from tierstore.timeline import Moment, Track
 
@@ -136,9 +136,9 @@ class Travel:
     rank: chunk by chunk and, within a chunk, walk by walk; first all rows, then all results.
     """
 
-    def __init__(self, walks: Sequence[ExpertWalk], pipelining: Pipelining, label: str) -> None:
+    def __init__(self, walks: Sequence[ExpertWalk], chunking: Chunking, label: str) -> None:
         self._walks = walks
-        self._timeline = pipelining.timeline
+        self._timeline = chunking.timeline
         self._label = label
         degree = len(walks[0].chunks) if walks else 0
         self._due = deque((number, micro) for number in range(degree) for micro in range(len(walks)))

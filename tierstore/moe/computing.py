@@ -42,7 +42,7 @@ from tierstore.moe.experts import (
     recompute_inner,
     rows_together,
 )
-from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, pipelining_of, together
+from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, chunking_of, together
 
 
 class Weighting(Enum):
@@ -89,7 +89,7 @@ def _walk_forward(
     x_TD: Tensor, weight_TK: Tensor, call: ExpertPass, *, saving: bool
 ) -> tuple[Tensor, ForwardWalk]:
     walk = ForwardWalk(x_TD, weight_TK, call, saving=saving)
-    travel = Travel([walk], pipelining_of(call.source), f"forward {call.layer}")
+    travel = Travel([walk], chunking_of(call.source), f"forward {call.layer}")
     for leases in together(call.source.forward(call.layer, walk.asked)):
         travel.compute(leases)
     travel.end()
@@ -111,7 +111,7 @@ class _Experts(torch.autograd.Function):
         call: ExpertPass = ctx.call
         x_TD, weight_TK, *saved = ctx.saved_tensors
         walk = backward_walk(x_TD, weight_TK, grad_TD, call, Saved(*saved))
-        travel = Travel([walk], pipelining_of(call.source), f"backward {call.layer}")
+        travel = Travel([walk], chunking_of(call.source), f"backward {call.layer}")
         for lease in call.source.backward(call.layer, walk.asked):
             travel.compute([lease])
         travel.end()
@@ -146,7 +146,7 @@ class ForwardWalk(ExpertWalk):
         scratch: Scratch | None = None,
     ) -> None:
         plan, rows = call.plan, call.rows
-        super().__init__(rows, pipelining_of(call.source).degrees.forward)
+        super().__init__(rows, chunking_of(call.source).degrees.forward)
         self._call, self._weight_TK, self._saving = call, weight_TK, saving
         self._arriving = RowsAtExperts(call.rows, self.chunks, x_TD.index_select(0, plan.token_N))
         self._inner_MP = x_TD.new_empty(rows.rows if saving else 0, call.shape.inner_rows)
@@ -215,7 +215,7 @@ class BackwardWalk(ExpertWalk):
         inner: int,
     ) -> None:
         rows = call.rows
-        super().__init__(rows, pipelining_of(call.source).degrees.backward)
+        super().__init__(rows, chunking_of(call.source).degrees.backward)
         self._scratch = scratch or Scratch()
         self._call, self._saved, self._weight_TK = call, saved, weight_TK
         self._grads = RowsAtExperts(rows, self.chunks, grads_ND)
@@ -271,7 +271,7 @@ def backward_walk(
     scratch: Scratch | None = None,
 ) -> BackwardWalk:
     """The backward pass of ``call``, whose results have the gradient ``grad_TD``. ``scratch``: as for ``ForwardWalk``."""
-    pipelining_of(call.source).count(call.rows)
+    chunking_of(call.source).count(call.rows)
     kind = _ByOutput if call.weighting is Weighting.BY_OUTPUT else _ByExpert
     return kind(x_TD, weight_TK, grad_TD, call, saved, scratch)
 

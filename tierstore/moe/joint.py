@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tierstore.moe.chunks import Travel
 from tierstore.moe.computing import BackwardWalk, ExpertPass, ForwardWalk, Saved, backward_walk
 from tierstore.moe.experts import Scratch
-from tierstore.moe.source import JointSource, pipelining_of, together, users_of
+from tierstore.moe.source import JointSource, chunking_of, together, users_of
 
 
 def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, ExpertPass]]) -> list[Tensor]:
@@ -38,7 +38,7 @@ def forward_together(source: JointSource, calls: Sequence[tuple[Tensor, Tensor, 
     ]
     users = users_of([walk.asked for walk in walks])
     layer = _layer([call for _, _, call in calls])
-    travel = Travel(walks, pipelining_of(source), f"forward {layer}")
+    travel = Travel(walks, chunking_of(source), f"forward {layer}")
     for leases in together(source.forward(layer, list(users))):
         if len(walks) == 1:
             travel.compute(leases)
@@ -114,7 +114,7 @@ def backward_together(source: JointSource, pending: Sequence[tuple[PendingExpert
         calls.append(call)
         walks.append(backward_walk(x_TD, weight_TK, grad_TD, call, Saved(), scratch))
     layer = _layer(calls)
-    travel = Travel(walks, pipelining_of(source), f"backward {layer}")
+    travel = Travel(walks, chunking_of(source), f"backward {layer}")
     for micro, lease in source.backward_each(layer, [walk.asked for walk in walks]):
         travel.compute([lease], micro)
     travel.end()

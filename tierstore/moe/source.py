@@ -127,13 +127,13 @@ class ExpertBarrier(Protocol):
 class ExpertSourceRef:
     """The source of a model that is built before its experts are opened: ``target`` is set later.
 
-    While there is a ``barrier``, calls for experts go to it. ``pipelining``: how passes are cut into chunks.
+    While there is a ``barrier``, calls for experts go to it. ``chunking``: how passes are cut into chunks.
     """
 
-    def __init__(self, pipelining: Pipelining | None = None) -> None:
+    def __init__(self, chunking: Chunking | None = None) -> None:
         self.target: ExpertSource | None = None
         self.barrier: ExpertBarrier | None = None
-        self.pipelining = pipelining or Pipelining()
+        self.chunking = chunking or Chunking()
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
         assert self.target is not None
@@ -150,9 +150,9 @@ class ExpertSourceRef:
         return leases
 
 
-def pipelining_of(source: ExpertSource) -> Pipelining:
+def chunking_of(source: ExpertSource) -> Chunking:
     """How passes over the experts of ``source`` are cut into chunks; by default they are not."""
-    return source.pipelining if isinstance(source, ExpertSourceRef) else Pipelining()
+    return source.chunking if isinstance(source, ExpertSourceRef) else Chunking()
 
 
 def in_training(source: ExpertSource) -> bool:
@@ -168,7 +168,7 @@ def rows_to(
     """
     if mesh is None:
         return plan, LocalRows(plan, plan.experts)
-    training, parts = in_training(source), pipelining_of(source).degrees.parts
+    training, parts = in_training(source), chunking_of(source).degrees.parts
     return rows_of(plan, load_RE, mesh, training=training, charge=charge, parts=parts)
 
 
@@ -247,7 +247,7 @@ class InMemoryExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineDegrees:
+class ChunkDegrees:
     """The number of chunks of forward and of backward passes. ``parts``: those of each expert's rows, for more chunks than a
     rank has experts. Each part is a product of its own, so unlike the number of chunks they change bits.
     """
@@ -261,14 +261,14 @@ class PipelineDegrees:
         return f"{self.forward} forward, {self.backward} backward{parts}"
 
 
-class Pipelining:
+class Chunking:
     """How the passes over a model's experts are cut into chunks, and the loads that they carried. Shared by all layers.
 
     ``degrees`` may change between steps, on all ranks alike. Only backward passes are counted.
     """
 
     def __init__(self, timeline: TimelineSink | None = None) -> None:
-        self.degrees = PipelineDegrees()
+        self.degrees = ChunkDegrees()
         self.timeline: TimelineSink = timeline or NullTimeline()
         self._counted = np.zeros(3)
         self._passes = 0

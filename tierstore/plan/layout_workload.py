@@ -17,14 +17,14 @@ from tierstore.machine_profile import Cost, Profile, over_link
 from tierstore.model.architecture import Architecture
 from tierstore.model.config import ModelConfig
 from tierstore.model.spec import BuiltInSpec
-from tierstore.parallel.config import ExchangeMode, RowPlacement
-from tierstore.parallel.layout import Layout
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     LayerPass,
-    PipelineCosts,
     Share,
     pass_seconds,
 )
+from tierstore.parallel.config import ExchangeMode, RowPlacement
+from tierstore.parallel.layout import Layout
 from tierstore.plan.capacity import Setting, as_configured, capacity
 from tierstore.plan.papers import RowBytes, division_bytes
 from tierstore.plan.traffic import Traffic, step_traffic
@@ -252,7 +252,7 @@ class LayoutWorkload(StepWorkload):
         # Each expert is leased once per pass, however many chunks and products there are.
         starts = 1 if self._queued else 0
         work = replace(self.rows(item), experts=Share(starts, alone))
-        costs = PipelineCosts(self.network.latency_s, 1 / self.network.per_s, cost.latency_s, 1.0)
+        costs = ChunkCosts(self.network.latency_s, 1 / self.network.per_s, cost.latency_s, 1.0)
         return max(pass_seconds(costs, work, degree) - alone, 0.0)
 
     def _returning_seconds(self, item: Pass, degree: int, alone: float) -> float:

@@ -20,12 +20,11 @@ from tierstore.links import LinkConfig
 from tierstore.machine_profile import Cost, Evidence, Profile, over_link
 from tierstore.model.config import CheckpointActivations
 from tierstore.moe.config import SaveActivations
-from tierstore.parallel.config import fewest_experts
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     Degree,
     Inputs,
     LayerPass,
-    PipelineCosts,
     Share,
     WeightGradients,
     backward_pass,
@@ -34,6 +33,7 @@ from tierstore.parallel.pipeline_degree import (
     forward_pass,
     pass_seconds,
 )
+from tierstore.parallel.config import fewest_experts
 from tierstore.plan.capacity import Capacity, Setting
 from tierstore.plan.traffic import Moved, Traffic
 from tierstore.prefetch.operations import Kind, Operation, PassSizes, StepPasses, operations
@@ -363,7 +363,7 @@ class PassDegrees:
     """
 
     phase: Phase
-    costs: PipelineCosts
+    costs: ChunkCosts
     work: LayerPass
     most: int
     taken: int
@@ -438,12 +438,12 @@ def layer_degrees(workload: StepWorkload) -> LayerDegrees | None:
     return LayerDegrees(most, auto, passes, workload.profile.evidence.weaker(workload.traffic.evidence))
 
 
-def modelled(workload: StepWorkload, item: Pass) -> tuple[PipelineCosts, LayerPass]:
+def modelled(workload: StepWorkload, item: Pass) -> tuple[ChunkCosts, LayerPass]:
     """The costs and work of ``item``, without a repeated forward pass, which has its own chunks."""
     network, expert = workload.network, workload.expert_cost(item)
     flops = workload.expert_flops(item)
     if workload.repeats(item):
         flops -= workload.expert_flops(replace(item, phase=Phase.FORWARD))
     seconds = workload.experts * expert.seconds(flops)
-    costs = PipelineCosts(network.latency_s, 1 / network.per_s, expert.latency_s, 1.0)
+    costs = ChunkCosts(network.latency_s, 1 / network.per_s, expert.latency_s, 1.0)
     return costs, replace(workload.exchange(item), experts=Share(1, seconds))

@@ -14,7 +14,7 @@ from tierstore.decision import Decision
 from tierstore.errors import naming
 from tierstore.machine import MemoryAccount, peak_resident_bytes
 from tierstore.model.store_schema import TaskProgress
-from tierstore.moe.source import PipelineDegrees
+from tierstore.moe.source import ChunkDegrees
 from tierstore.outputs import OutputKind, check_output
 from tierstore.parallel import CollectiveTraffic
 from tierstore.stats import delta
@@ -126,7 +126,7 @@ class RunSummary:
     #: Why the run used its micro order.
     micro_order_reason: str = ""
     #: The last numbers of chunks of passes over experts; None if no rows are exchanged.
-    chunks: Decision[PipelineDegrees] | None = None
+    chunks: Decision[ChunkDegrees] | None = None
     #: The exchange of rows between ranks, and why; None in a single process.
     exchange: str | None = None
 

@@ -29,7 +29,7 @@ from tierstore.model.transformer import Transformer
 from tierstore.moe.guessing import RouterGuesses
 from tierstore.moe.lora import PairShape
 from tierstore.moe.low_rank import initial_pair
-from tierstore.moe.source import ExpertSource, ExpertSourceRef, JointSource, Pipelining, in_training
+from tierstore.moe.source import Chunking, ExpertSource, ExpertSourceRef, JointSource, in_training
 from tierstore.parallel import Mesh
 from tierstore.parallel.config import Elastic
 from tierstore.prefetch import HorizontalQueue, Schedule, unit_schedule
@@ -56,10 +56,10 @@ from tierstore.tiers import (
 from tierstore.timeline import NullTimeline, TimelineSink
 from tierstore.train.boundaries import open_boundaries
 from tierstore.train.budgets import expert_schema, pair_schema, trained_schema
+from tierstore.train.chunk_control import ChunkControl, most_chunks
 from tierstore.train.config import TrainConfig
 from tierstore.train.footprint import boundary_split
 from tierstore.train.layer_order import LayerOrder
-from tierstore.train.pipelining import PipelineControl, most_chunks
 from tierstore.train.ranks import Opening
 from tierstore.train.setup import Loop, Setup, prepare
 from tierstore.train.stages import one_forward_one_backward
@@ -146,9 +146,9 @@ def open_parts(
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)
     config = setup.config
     accepted(setup.account)
-    pipelining = Pipelining(setup.timeline)
-    chunks = PipelineControl(config, setup.mesh, pipelining)
-    slot = ExpertSourceRef(pipelining)
+    chunking = Chunking(setup.timeline)
+    chunks = ChunkControl(config, setup.mesh, chunking)
+    slot = ExpertSourceRef(chunking)
     lower = "device_budget, data.batch_size or model.seq_len"
     with memory_errors(setup.mesh.device, lower), contextlib.ExitStack() as stack:
         model, units, layouts = _build_model(setup, slot)
@@ -276,7 +276,7 @@ def _open_store(
     ).core
 
 
-def _initial_state(setup: Setup, model: Model, store: StoreCore, chunks: PipelineControl) -> TrainState:
+def _initial_state(setup: Setup, model: Model, store: StoreCore, chunks: ChunkControl) -> TrainState:
     """The state of training: the beginning, or the commit that all ranks have. Moves model, data and the number of chunks
     to it.
     """

@@ -28,13 +28,13 @@ from tierstore.store.reading import read_schemas, read_states
 from tierstore.tiers.slots import DeviceKind
 from tierstore.timeline import TimelineSink, Track
 from tierstore.train.budgets import Budgets, adds_up, budgets
+from tierstore.train.chunk_control import check_chunks
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig, assignment_of
 from tierstore.train.data import TextData, TrainingData
 from tierstore.train.elastic import follow_ranks
 from tierstore.train.files import DataConfig, DataFormat, text_files
 from tierstore.train.footprint import FixedCost, fixed_cost, within_memory
-from tierstore.train.pipelining import check_chunks
 from tierstore.train.ranks import Agreed, Opening, agree, check_alike
 from tierstore.train.resharding import Resharded
 from tierstore.train.stages import stage_config

@@ -44,9 +44,9 @@ from tierstore.prefetch.program import Finals
 from tierstore.stats import Cause, StallLedger, Tier
 from tierstore.store.core import OptimizerStep, StoreCore
 from tierstore.timeline import OperationSpans, Track
+from tierstore.train.chunk_control import ChunkControl
 from tierstore.train.elastic import drop_before
 from tierstore.train.layer_order import LayerOrder
-from tierstore.train.pipelining import PipelineControl
 from tierstore.train.ranks import commit_everywhere
 from tierstore.train.setup import Setup
 
@@ -71,7 +71,7 @@ class SessionParts(Setup):
     dense: DenseSlices
     queue: HorizontalQueue
     state: TrainState
-    chunks: PipelineControl
+    chunks: ChunkControl
     layers: LayerOrder | None
 
 

@@ -1,6 +1,6 @@
 """The number of chunks of passes over experts (PipeMoE): as configured, or chosen for the forward and the backward pass.
 
-AUTO weighs the cost of another chunk against the time that it hides (``tierstore.parallel.pipeline_degree``). The costs
+AUTO weighs the cost of another chunk against the time that it hides (``tierstore.parallel.chunk_degree``). The costs
 of messages and products are probed when the session is opened, or read from the profile of the machine
 (``parallel.profile``). Rows in transit are counted from commit to commit; before the first commit they are derived from
 the configuration, with tokens spread evenly. The choice is made only at commits, from numbers that all ranks have agreed
@@ -33,14 +33,12 @@ from tierstore.model.store_schema import TrainState
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.exchange import PassLoads
 from tierstore.moe.experts import Workspace, forward_expert
-from tierstore.moe.source import PipelineDegrees, Pipelining
+from tierstore.moe.source import ChunkDegrees, Chunking
 from tierstore.parallel import Mesh
-from tierstore.parallel.collectives import uncounted
-from tierstore.parallel.config import AUTO_SPLIT, fewest_experts
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     Inputs,
     LayerPass,
-    PipelineCosts,
     Share,
     WeightGradients,
     backward_pass,
@@ -48,6 +46,8 @@ from tierstore.parallel.pipeline_degree import (
     forward_pass,
     pass_seconds,
 )
+from tierstore.parallel.collectives import uncounted
+from tierstore.parallel.config import AUTO_SPLIT, fewest_experts
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_seconds
 
@@ -74,14 +74,14 @@ def even_loads(config: TrainConfig, mesh: Mesh) -> PassLoads:
     return PassLoads(rows * (sharing - 1) / sharing, computed, min(owned, computed))
 
 
-class PipelineControl:
-    """Chooses the degrees of ``pipelining`` when the session is opened, and at every commit."""
+class ChunkControl:
+    """Chooses the degrees of ``chunking`` when the session is opened, and at every commit."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, pipelining: Pipelining) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, chunking: Chunking) -> None:
         """A collective; without a choice to make, nothing is probed or read. Raises ConfigError, PeerError."""
         self._config = config
         self._mesh = mesh
-        self._pipelining = pipelining
+        self._chunking = chunking
         self._most = most_chunks(config, mesh)
         self._owned = fewest_experts(config.model.experts, mesh.expert.size)
         #: Whether a choice is permanent, because it may change bits.
@@ -91,10 +91,10 @@ class PipelineControl:
         self._costs_from: str | None = None
         self._loads = even_loads(config, mesh)
         self._note: Callable[[str], None] = lambda text: None
-        self._noted = PipelineDegrees()
+        self._noted = ChunkDegrees()
         #: The degrees until the next commit, the best ones without the cap of ``most``, and the source of the costs; None
         #: if no rows are exchanged.
-        self.chosen: Decision[PipelineDegrees] | None = None
+        self.chosen: Decision[ChunkDegrees] | None = None
         auto = config.parallel.auto_degree
         exchanges = mesh.expert.size > 1 and bool(config.model.moe_layers)
         if auto and exchanges and self._most > 1:
@@ -126,13 +126,13 @@ class PipelineControl:
         """
         if self._costs is None:
             return None
-        means = torch.tensor(astuple(self._pipelining.mean_loads()), dtype=torch.float64)
+        means = torch.tensor(astuple(self._chunking.mean_loads()), dtype=torch.float64)
         self._mesh.world.max(means)
         if means[1] > 0 and not self._split:
             self._loads = PassLoads(*means.tolist())
             self._choose("auto: rows since the last commit")
             self._note_choice(position)
-        degrees = self._pipelining.degrees
+        degrees = self._chunking.degrees
         return [degrees.forward, degrees.backward]
 
     # The choice ---------------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ class PipelineControl:
 
     def _choose(self, reason: str) -> None:
         assert self._costs is not None
-        present = self._pipelining.degrees
+        present = self._chunking.degrees
         passes = self._priced(self._costs)
         found = chosen_degrees(
             passes, present=(present.forward, present.backward), owned=self._owned, most=self._most
         )
         degrees = self._degrees(*(one.degree for one in found))
-        wanted = PipelineDegrees(*(one.wanted for one in found))
+        wanted = ChunkDegrees(*(one.wanted for one in found))
         whole = sum(pass_seconds(costs, work, 1) for costs, work in passes)
         chunked = sum(one.seconds for one in found)
         estimate = f"a layer's passes take {format_seconds(chunked)}"
@@ -166,7 +166,7 @@ class PipelineControl:
             estimate += f", {format_seconds(whole)} in one chunk"
         self._take(degrees, f"{reason}, costs {self._costs_from}; {estimate}", wanted)
 
-    def _priced(self, costs: LayerCosts) -> list[tuple[PipelineCosts, LayerPass]]:
+    def _priced(self, costs: LayerCosts) -> list[tuple[ChunkCosts, LayerPass]]:
         """The costs of a layer's forward and backward pass, and their parts. Without costs of its own, a backward pass
         counts as two forward ones.
         """
@@ -185,28 +185,28 @@ class PipelineControl:
         forward = forward_pass(rows_bytes, seconds)
         if self._mesh.tensor.size > 1:  # rows are local already
             forward, backward = (replace(one, dispatch=Share(0, 0)) for one in (forward, backward))
-        priced = PipelineCosts(costs.message, costs.byte, costs.chunk, 1.0)
+        priced = ChunkCosts(costs.message, costs.byte, costs.chunk, 1.0)
         if (own := costs.backward) is None:
             return [(priced, forward), (priced, backward)]
         row = own.row + (0.0 if kept else own.row_again)
         backward = replace(backward, experts=Share(1, loads.experts * own.expert + loads.computed * row))
         return [(priced, forward), (replace(priced, alpha_e=own.expert), backward)]
 
-    def _degrees(self, forward: int, backward: int) -> PipelineDegrees:
+    def _degrees(self, forward: int, backward: int) -> ChunkDegrees:
         """The numbers of chunks, with the parts of each expert that the larger one needs: the same in both passes, so that
         they round alike.
         """
-        return PipelineDegrees(forward, backward, -(-max(forward, backward) // self._owned))
+        return ChunkDegrees(forward, backward, -(-max(forward, backward) // self._owned))
 
     def _note_choice(self, position: int) -> None:
-        degrees = self._pipelining.degrees
+        degrees = self._chunking.degrees
         if self.chosen is not None and degrees != self._noted:
             self._noted = degrees
             self._note(f"step {position}: chunks: {degrees}")
 
-    def _take(self, degrees: PipelineDegrees, reason: str, wanted: PipelineDegrees | None = None) -> None:
-        self._pipelining.degrees = degrees
-        self._pipelining.timeline.count(
+    def _take(self, degrees: ChunkDegrees, reason: str, wanted: ChunkDegrees | None = None) -> None:
+        self._chunking.degrees = degrees
+        self._chunking.timeline.count(
             "chunks of a pass", {"forward": degrees.forward, "backward": degrees.backward}
         )
         wanted, most = wanted or degrees, self._most

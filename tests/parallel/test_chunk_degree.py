@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.parallel.pipeline_degree import (
+from tierstore.parallel.chunk_degree import (
+    ChunkCosts,
     Degree,
     Inputs,
     LayerPass,
-    PipelineCosts,
     Share,
     WeightGradients,
     backward_pass,
@@ -19,7 +19,7 @@ from tierstore.parallel.pipeline_degree import (
     worthwhile_degree,
 )
 
-COSTS = PipelineCosts(alpha_a=1.0, beta_a=0.1, alpha_e=2.0, beta_e=0.5)
+COSTS = ChunkCosts(alpha_a=1.0, beta_a=0.1, alpha_e=2.0, beta_e=0.5)
 TIMES = st.floats(0, 10) | st.just(0.0)
 SHARES = st.builds(Share, st.integers(1, 3), st.floats(0, 100))
 
@@ -44,15 +44,15 @@ def test_cap() -> None:
 
 def test_equal_times_give_fewer_chunks() -> None:
     """A free start: from r = 2 on the network's 20 s are all that counts."""
-    costs = PipelineCosts(alpha_a=0.0, beta_a=0.1, alpha_e=0.0, beta_e=0.5)
+    costs = ChunkCosts(alpha_a=0.0, beta_a=0.1, alpha_e=0.0, beta_e=0.5)
     assert best_degree(costs, forward_pass(100.0, 20.0), most=100) == Degree(2, 20.0, 2)
-    nothing = PipelineCosts(0.0, 0.0, 0.0, 0.0)
+    nothing = ChunkCosts(0.0, 0.0, 0.0, 0.0)
     assert best_degree(nothing, forward_pass(100.0, 20.0), most=100).degree == 1
 
 
 def test_unequal_directions() -> None:
     """d = 2, e = 1.5, c = 1 a chunk of two: the last chunk's way decides, 2 * 2 + 1.5 + 1."""
-    costs = PipelineCosts(0.0, 1.0, 0.0, 1.0)
+    costs = ChunkCosts(0.0, 1.0, 0.0, 1.0)
     work = LayerPass(Share(1, 4.0), Share(1, 3.0), Share(1, 2.0))
     assert pass_seconds(costs, work, 2) == pytest.approx(6.5)
 
@@ -73,11 +73,11 @@ def test_backward_messages() -> None:
 
 
 @given(
-    st.builds(PipelineCosts, TIMES, TIMES, TIMES, TIMES),
+    st.builds(ChunkCosts, TIMES, TIMES, TIMES, TIMES),
     st.builds(LayerPass, SHARES, SHARES, SHARES),
     st.integers(1, 200),
 )
-def test_best_of_all(costs: PipelineCosts, work: LayerPass, most: int) -> None:
+def test_best_of_all(costs: ChunkCosts, work: LayerPass, most: int) -> None:
     times = [pass_seconds(costs, work, r) for r in range(1, most + 1)]
     found = best_degree(costs, work, most=most)
     assert found.seconds == pass_seconds(costs, work, found.degree)
@@ -91,7 +91,7 @@ def test_best_of_all(costs: PipelineCosts, work: LayerPass, most: int) -> None:
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_bad_costs(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
-        PipelineCosts(**({"alpha_a": 1.0, "beta_a": 1.0, "alpha_e": 1.0, "beta_e": 1.0} | {name: value}))
+        ChunkCosts(**({"alpha_a": 1.0, "beta_a": 1.0, "alpha_e": 1.0, "beta_e": 1.0} | {name: value}))
 
 
 def test_bad_arguments() -> None:

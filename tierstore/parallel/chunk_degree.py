@@ -41,7 +41,7 @@ _HIGHEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineCosts:
+class ChunkCosts:
     """The costs of one chunk. ``alpha_a``: seconds to start one all-to-all; ``beta_a``: seconds per byte that a rank sends
     in it. ``alpha_e``: seconds that a chunk adds to the computation of its experts; ``beta_e``: seconds per unit of work
     (floating point operations, or whatever ``LayerPass`` counts). Raises ValueError for negative numbers.
@@ -144,7 +144,7 @@ class Degree:
     wanted: int
 
 
-def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, most: int) -> Degree:
+def worthwhile_degree(costs: ChunkCosts, work: LayerPass, *, present: int, most: int) -> Degree:
     """The number that AUTO changes to from ``present`` chunks: the best number if it is faster by 2%, else ``present``,
     since measurements vary. Raises ValueError.
     """
@@ -154,7 +154,7 @@ def worthwhile_degree(costs: PipelineCosts, work: LayerPass, *, present: int, mo
 
 
 def chosen_degrees(
-    passes: Sequence[tuple[PipelineCosts, LayerPass]], *, present: Sequence[int], owned: int, most: int
+    passes: Sequence[tuple[ChunkCosts, LayerPass]], *, present: Sequence[int], owned: int, most: int
 ) -> list[Degree]:
     """The numbers that AUTO changes to from ``present``, pass by pass: each its own, up to the ``owned`` experts of a rank;
     or, up to ``most``, the multiple of ``owned`` that is best for all passes together, if it is faster by 2%. (They divide
@@ -178,14 +178,14 @@ def _together_s(degrees: Sequence[Degree]) -> float:
     return sum(one.seconds for one in degrees)
 
 
-def pass_seconds(costs: PipelineCosts, work: LayerPass, degree: int) -> float:
+def pass_seconds(costs: ChunkCosts, work: LayerPass, degree: int) -> float:
     """T(r): seconds of ``work`` in ``degree`` equal chunks. Raises ValueError."""
     if degree < 1:
         raise ValueError(f"degree: expected at least 1, got {degree}")
     return max(term.at(degree) for term in _terms(costs, work))
 
 
-def best_degree(costs: PipelineCosts, work: LayerPass, *, most: int) -> Degree:
+def best_degree(costs: ChunkCosts, work: LayerPass, *, most: int) -> Degree:
     """The number of chunks, at most ``most``, with which ``work`` takes the least time; of equals the smallest.
 
     ``most`` is the fewest experts that any rank owns, since a chunk has at least one of each. Raises ValueError.
@@ -211,7 +211,7 @@ class _Term:
         return self.constant + self.by_r * r + self.by_inverse / r
 
 
-def _terms(costs: PipelineCosts, work: LayerPass) -> tuple[_Term, ...]:
+def _terms(costs: ChunkCosts, work: LayerPass) -> tuple[_Term, ...]:
     """The four bounds as functions of r."""
     d0, d1 = costs.alpha_a * work.dispatch.starts, costs.beta_a * work.dispatch.amount
     e0, e1 = costs.alpha_e * work.experts.starts, costs.beta_e * work.experts.amount

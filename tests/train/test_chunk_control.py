@@ -17,15 +17,15 @@ from rank_cases import TINY, Make, Settings, alone, train
 from tierstore.config import load
 from tierstore.model.store_schema import TrainState
 from tierstore.moe.exchange import PassLoads, Rows
-from tierstore.moe.source import PipelineDegrees, Pipelining
+from tierstore.moe.source import ChunkDegrees, Chunking
 from tierstore.parallel import Mesh, RankGroup
 from tierstore.parallel.collectives import Collective
 from tierstore.timeline import Timeline
 from tierstore.trace import load_trace
 from tierstore.trace.replay import replay
-from tierstore.train import pipelining
+from tierstore.train import chunk_control
+from tierstore.train.chunk_control import ChunkControl, LayerCosts, even_loads, probe
 from tierstore.train.config import TrainConfig
-from tierstore.train.pipelining import LayerCosts, PipelineControl, even_loads, probe
 from tierstore.train.ranks import Opening
 from tierstore.train.report import counters
 from tierstore.train.session import open_session
@@ -69,14 +69,14 @@ def _train(mesh: Mesh, settings: Settings, degree: int | str) -> tuple[list[floa
     """Three steps with a commit after each; AUTO chooses by turns as many chunks as can be, and one."""
     turns = iter([FREE, DEAR] * 10)
 
-    class Fickle(PipelineControl):
+    class Fickle(ChunkControl):
         def _choose(self, reason: str) -> None:
             self._costs = next(turns)
             super()._choose(reason)
 
     with (
-        mock.patch("tierstore.train.session.PipelineControl", Fickle),
-        mock.patch.object(pipelining, "probe", return_value=FREE),
+        mock.patch("tierstore.train.session.ChunkControl", Fickle),
+        mock.patch.object(chunk_control, "probe", return_value=FREE),
     ):
         told = {**settings, "parallel.pipeline_degree": degree}
         return train(mesh, told, 3, Opening.CREATE, commit_every=1)
@@ -93,7 +93,7 @@ def _stepped(
 ) -> tuple[list[float], int, list[int] | None, str]:
     """Losses, checksum, the number of chunks that is stored, and the line about it, after ``steps`` steps in all."""
     with (
-        mock.patch.object(pipelining, "probe", return_value=costs),
+        mock.patch.object(chunk_control, "probe", return_value=costs),
         open_session(configured(settings), opening, mesh=mesh) as trainer,
     ):
         losses = []
@@ -145,10 +145,10 @@ def _mesh(sharing: int = 2) -> Mesh:
 
 
 def _control(
-    costs: LayerCosts, settings: Settings, pipelining_: Pipelining | None = None, sharing: int = 2
-) -> PipelineControl:
-    with mock.patch.object(pipelining, "probe", return_value=costs):
-        return PipelineControl(configured(settings), _mesh(sharing), pipelining_ or Pipelining())
+    costs: LayerCosts, settings: Settings, chunking_: Chunking | None = None, sharing: int = 2
+) -> ChunkControl:
+    with mock.patch.object(chunk_control, "probe", return_value=costs):
+        return ChunkControl(configured(settings), _mesh(sharing), chunking_ or Chunking())
 
 
 def test_even_loads_by_hand() -> None:
@@ -171,7 +171,7 @@ def test_choice_worked_by_hand() -> None:
     for costs, wanted in ((FREE, 3), (DEAR, 1)):
         control = _control(costs, {})
         control.begin(TrainState(), lambda note: None)
-        assert control.chosen.value == PipelineDegrees(wanted, wanted)
+        assert control.chosen.value == ChunkDegrees(wanted, wanted)
         capped = "would be better, and a rank owns 3 experts of a layer" in control.chosen.describe()
         assert capped == (wanted == 3)
 
@@ -186,8 +186,8 @@ def test_choice_of_parts_worked_by_hand() -> None:
     """
     costs = LayerCosts(message=0.1e-3, byte=1e-6, chunk=0.0, expert=1e-5, row=1e-4)
     told: Settings = {"model.compute_dtype": "fp32", "parallel.pipeline_degree": "auto-split"}
-    passes = Pipelining()
-    for expert, degrees in ((1e-3, PipelineDegrees()), (1e-5, PipelineDegrees(9, 9, 3))):
+    passes = Chunking()
+    for expert, degrees in ((1e-3, ChunkDegrees()), (1e-5, ChunkDegrees(9, 9, 3))):
         control = _control(replace(costs, expert=expert), told, passes)
         control.begin(TrainState(), lambda note: None)
         assert passes.degrees == degrees
@@ -200,11 +200,11 @@ def test_choice_of_parts_worked_by_hand() -> None:
 def test_parts_as_configured() -> None:
     """Of 6 experts on 2 ranks, 3 chunks are whole experts, 4 to 6 two parts of each, 7 three parts."""
     for degree, parts in ((3, 1), (4, 2), (6, 2), (7, 3), (48, 16)):
-        control = PipelineControl(configured({"parallel.pipeline_degree": degree}), _mesh(), Pipelining())
-        assert control.chosen.value == PipelineDegrees(degree, degree, parts)
+        control = ChunkControl(configured({"parallel.pipeline_degree": degree}), _mesh(), Chunking())
+        assert control.chosen.value == ChunkDegrees(degree, degree, parts)
 
 
-def count(passes: Pipelining, *loads: tuple[int, int, int]) -> None:
+def count(passes: Chunking, *loads: tuple[int, int, int]) -> None:
     """Counts a backward pass for each of ``loads``: rows that travel, rows that are computed, experts."""
     for each in loads:
         passes.count(cast(Rows, SimpleNamespace(most=partial(PassLoads, *each))))
@@ -213,10 +213,10 @@ def count(passes: Pipelining, *loads: tuple[int, int, int]) -> None:
 def test_choices_are_made_at_commits_and_noted() -> None:
     """With no rows counted the choice stands; each change is told once, with the step."""
     told: list[str] = []
-    passes = Pipelining()
+    passes = Chunking()
     control = _control(FREE, {}, passes)
     control.begin(TrainState(), told.append)
-    assert passes.degrees == PipelineDegrees(3, 3)
+    assert passes.degrees == ChunkDegrees(3, 3)
     assert control.at_commit(0) == [3, 3]
     count(passes, (8, 24, 3), (12, 16, 3))
     control._costs = DEAR
@@ -229,20 +229,20 @@ def test_choices_are_made_at_commits_and_noted() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_choice() -> None:
-    passes = Pipelining()
+    passes = Chunking()
     control = _control(DEAR, {}, passes)
     control.begin(TrainState(position=5, chunks=[2, 9]), lambda note: None)
-    assert passes.degrees == PipelineDegrees(2, 3)  # not more than there may be
+    assert passes.degrees == ChunkDegrees(2, 3)  # not more than there may be
     assert control.at_commit(5) == [2, 3]
     packed = TrainState(chunks=[2, 3]).pack()
     assert TrainState.unpack({"train": packed}, where="here").chunks == [2, 3]
 
 
 def test_a_slightly_better_choice_is_not_taken_up() -> None:
-    passes = Pipelining()
+    passes = Chunking()
     control = _control(FREE, {"model.experts": 64}, passes)
     control.begin(TrainState(), lambda note: None)
-    passes.degrees = PipelineDegrees(31, 31)  # of 32, with less than a hundredth between them
+    passes.degrees = ChunkDegrees(31, 31)  # of 32, with less than a hundredth between them
     count(passes, (16, 32, 32))
     assert control.at_commit(1) == [31, 31]
 
@@ -255,12 +255,12 @@ def test_where_nothing_travels_nothing_is_chosen() -> None:
         (no_experts, _mesh(2)),
         ({**no_experts, "parallel.pipeline_degree": 2}, _mesh(2)),
     ):
-        control = PipelineControl(configured(settings), mesh, Pipelining())
+        control = ChunkControl(configured(settings), mesh, Chunking())
         control.begin(TrainState(), lambda note: None)
         assert control.chosen is None
         assert control.at_commit(3) is None
     # One expert on a rank: there is nothing to probe for, and it is said.
-    only = PipelineControl(configured({}), _mesh(4), Pipelining())
+    only = ChunkControl(configured({}), _mesh(4), Chunking())
     assert "1 forward, 1 backward (auto: some rank has at most one expert" in only.chosen.describe()
     assert only.at_commit(1) is None
 
