@@ -1,6 +1,6 @@
 """The default recipe at several widths and depths: losses fall from the start, and no step is wild.
 
-    python experiments/recipe.py [--shapes 64x2 256x2 512x16 1024x4 2048x2] [--seeds 0 1 2] [--steps 30] [--svg curves.svg]
+    python experiments/recipe.py [--shapes 64x2 256x2 512x16 1024x4 2048x2] [--seeds 0 1 2] [--steps 30]
 
 Trains the built-in model of each shape (width x blocks, four experts of twice the width, two a token) with the defaults of
 initial weights, learning rate and warm-up, on the text of the main job. ``--lr`` gives all shapes one learning rate instead.
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from emulation import OUTPUT, finish, options, start
+from emulation import finish, options, start, table
 from memory import execute
 
 from tierstore.errors import DataError
@@ -53,28 +53,10 @@ def curve(directory: Path, shape: str, seed: int, settings: dict[str, object]) -
     }
 
 
-def draw(found: list[dict[str, Any]]) -> str:
-    """The losses of each shape by step, as the mean over seeds."""
-    from matplotlib import rc_context
-
-    from tierstore.reports.drawing import SETTINGS, line, new_figure, set_legend, style, svg_of
-
-    with rc_context(SETTINGS):
-        figure, axes = new_figure()
-        for number, shape in enumerate(dict.fromkeys(each["shape"] for each in found)):
-            runs = [each["losses"] for each in found if each["shape"] == shape]
-            means = [statistics.mean(losses) for losses in zip(*runs, strict=True)]
-            line(axes, range(1, len(means) + 1), means, shape, style(number))
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats a byte)")
-        set_legend(figure, axes)
-        return svg_of(figure)
-
-
 def main() -> None:
     shapes = ("64x2", "128x4", "256x2", "256x8", "512x4", "512x16", "1024x4", "2048x2")
     asked = options(
-        __doc__, shapes=shapes, seeds=(0, 1, 2), steps=30, batch=8, seq_len=128, lr=0.0, host_budget=2 << 30, svg=None
+        __doc__, shapes=shapes, seeds=(0, 1, 2), steps=30, batch=8, seq_len=128, lr=0.0, host_budget=2 << 30
     )  # fmt: skip
     settings = {
         "steps": asked.steps, "sample_tokens": 0, "commit_every": 0, "host_budget": asked.host_budget,
@@ -89,20 +71,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 found.append(curve(Path(directory), shape, seed, settings))
     rows = [
-        (
-            each["shape"],
-            str(each["seed"]),
-            f"{each['lr']:g}",
-            f"{each['losses'][0]:.2f}",
-            f"{max(each['losses']):.2f}",
-            " ".join(f"{loss:.2f}" for loss in each["held_out_losses"]),
-            f"{each['worst_norm_ratio']:.1f}",
-        )
+        {
+            **each, "first_loss": each["losses"][0], "worst_loss": max(each["losses"]),
+            "held out": " ".join(f"{loss:.2f}" for loss in each["held_out_losses"]),
+        }
         for each in found
-    ]
-    OUTPUT.table("", ("shape", "seed", "lr", "first", "worst", "held out", "norm / median"), rows)
-    if asked.svg is not None:
-        Path(asked.svg).write_text(draw(found))
+    ]  # fmt: skip
+    table("", rows, "shape", "seed", "lr", "first_loss", "worst_loss", "held out", "worst_norm_ratio")
     failures = [
         f"{each['shape']}, seed {each['seed']}: a held-out loss rose" for each in found if not each["falls"]
     ]

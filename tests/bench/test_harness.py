@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.harness import at_least, more_than_0, require_free, work_directory
+from tierstore.bench.harness import FigureTable, at_least, more_than_0, require_free, work_directory
 from tierstore.errors import ConfigError
 from tierstore.machine import existing_parent
 
@@ -47,3 +47,13 @@ def test_free_disk_is_that_of_the_nearest_directory_that_exists(tmp_path: Path) 
         ConfigError, match=f"^store: it takes {1 << 60} bytes of {tmp_path}, which has [0-9]+ free$"
     ):
         require_free(directory, 1 << 60, "it takes")
+
+
+def test_columns_by_their_keys() -> None:
+    """Under the key without its unit, or under a heading of its own."""
+    row = {"took_s": 0.5, "of": {"read_bytes_per_s": 2048}, "error_ratio": 0.25, "n_count": 3}
+    found = FigureTable.of_keys(
+        "", [row], "took_s", "of.read_bytes_per_s", "error_ratio", "n_count", n_count="N"
+    )
+    assert list(found.columns) == ["took", "read", "error", "N"]
+    assert found.cells == [["500 ms", "2 KiB/s", "0.250", "3"]]
