@@ -280,16 +280,9 @@ def check_loads(loads: Sequence[float], steps: int) -> list[dict[str, float]]:
 
 def main() -> None:
     given = options(
-        __doc__,
-        models=tuple(_MODELS),
-        places=("device", "host", "drives"),
-        tokens=(8192, 65536),
-        profiles=("H100",),
-        layers=0,
-        steps=3,
-        loads=(0.6, 0.8, 1.0, 1.5),
-        check_steps=12,
-    )
+        __doc__, models=tuple(_MODELS), places=("device", "host", "drives"), tokens=(8192, 65536), profiles=("H100",),
+        layers=0, steps=3, loads=(0.6, 0.8, 1.0, 1.5), check_steps=12,
+    )  # fmt: skip
     torch.set_num_threads(1)
     simulated.load(simulated_build.build())
     simulated.set_memory(64 << 30)

@@ -14,75 +14,46 @@ Exit status 1: the modes differ in a bit.
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
-from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
+from emulation import OUTPUT, TIMEOUT_S, DenseTraining, finish, options, run_ranks, start, table, timed
 
 from tierstore.bench.namespaces import rank_namespaces
-from tierstore.dense import DenseConfig, DenseSlices, Fusion, GatherOnDemand, unit_layouts
+from tierstore.dense import DenseConfig, Fusion, unit_layouts
 from tierstore.model import ModelConfig, Transformer
 from tierstore.parallel import ParallelConfig, RankGroup, launch
-from tierstore.store.adamw import AdamWConfig
-from tierstore.units import format_bytes, format_seconds
+from tierstore.units import format_seconds
 
 MODES = {"fused": Fusion.UNIT, "apart": Fusion.PARAMETER}
 
 
-class Run:
+class Run(DenseTraining):
     """One mode on one rank: a model with its slices, and the seconds of its rounds."""
 
     def __init__(self, world: RankGroup, fusion: Fusion, layers: int, d_model: int, tokens: int) -> None:
-        self._world = world
         config = ModelConfig(
             d_model=d_model, n_layers=layers + 1, n_heads=4, seq_len=tokens, moe_every=layers + 1
         )
-        self._model = Transformer(config, None, mixture=lambda layer: torch.nn.Identity())
+        model = Transformer(config, None, mixture=lambda layer: torch.nn.Identity())
         # A model has at least one layer of experts. It is the last one, and is left out.
-        self._model.blocks = self._model.blocks[:-1]
-        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        assert self._model.head is not None
-        units = [
-            ("embedding", [self._model.embedding]),
-            *(
-                (f"block.{number}", list(block.parameters()))
-                for number, block in enumerate(self._model.blocks)
-            ),
-            ("head", [*self._model.norm.parameters(), self._model.head]),
-        ]
-        dense = DenseConfig(fusion=fusion)
+        units = [unit for unit in model.dense_units() if unit[0] != f"block.{layers}"]
+        model.blocks = model.blocks[:-1]
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         layouts = unit_layouts(units, ranks=world.size, fusion=fusion)
-        self.dense = DenseSlices(
-            units, layouts, group=world, device=torch.device("cpu"), adamw=AdamWConfig(), config=dense
-        )
-        self.dense.attach(self._model, GatherOnDemand(self.dense, dense.reshard))
+        super().__init__(model, units, layouts, world, DenseConfig(fusion=fusion))
         generator = torch.Generator().manual_seed(world.rank)
         self._tokens = torch.randint(256, (1, tokens + 1), generator=generator)
         self._steps = 0
         self.round_s: list[float] = []
 
-    def step(self) -> None:
-        self.dense.zero_grad()
-        self.dense.begin_micro()
-        output = self._model(self._tokens[:, :-1], self._tokens[:, 1:])
-        assert output.objective is not None
-        torch.autograd.backward(output.objective / self._world.size)
-        self.dense.end_micro()
-        self.dense.finish()
-        self.dense.step(1e-3)
-        self._steps += 1
-
-    def round(self, steps: int) -> None:
-        self._world.barrier()
-        started = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self._world.barrier()
-        self.round_s.append((time.perf_counter() - started) / steps)
+    def round(self, steps: int) -> float:
+        """Seconds of a step, of ``steps``."""
+        self._steps += steps
+        return timed(self.group, lambda: self.step(self._tokens), steps)
 
     def found(self) -> dict[str, Any]:
-        traffic = self.dense.traffic
+        traffic = self.slices.traffic
         return {
             "step_samples_s": self.round_s,
             "step_s": statistics.median(self.round_s),
@@ -96,15 +67,15 @@ def rank(layers: int, d_model: int, tokens: int, rounds: int, steps: int) -> dic
     with launch(ParallelConfig(timeout_s=TIMEOUT_S), device="cpu") as mesh:
         runs = {name: Run(mesh.world, fusion, layers, d_model, tokens) for name, fusion in MODES.items()}
         for each in runs.values():
-            each.step()  # first touch, and connections
+            each.round(1)  # first touch, and connections
         for _ in range(rounds):
             for each in runs.values():
-                each.round(steps)
+                each.round_s.append(each.round(steps))
         fused, apart = runs.values()
         same = all(
             torch.equal(one, other)
-            for unit in range(len(fused.dense.layouts))
-            for one, other in zip(fused.dense.whole(unit), apart.dense.whole(unit), strict=True)
+            for unit in range(len(fused.slices.layouts))
+            for one, other in zip(fused.slices.whole(unit), apart.slices.whole(unit), strict=True)
         )
         found = {name: each.found() for name, each in runs.items()}
         return {"parameters": fused.parameters, "same_bits": same, **found}
@@ -120,23 +91,20 @@ def main() -> None:
             rank, asked.ranks, asked.layers, asked.d_model, asked.tokens, asked.rounds, asked.steps,
             namespaces=namespaces,
         )[0]  # fmt: skip
-    modes = [found[name] for name in MODES]
-    fused, apart = modes
+    fused, apart = (found[name] for name in MODES)
     pairs = zip(apart["step_samples_s"], fused["step_samples_s"], strict=True)
     found["saved_s"] = statistics.median(a - f for a, f in pairs)
     found["messages_ratio"] = apart["collectives_count"] / fused["collectives_count"]
-    OUTPUT.table(
+    rows = [
+        {"mode": name, **found[name], "fastest_s": min(samples), "slowest_s": max(samples)}
+        for name in MODES
+        for samples in (found[name]["step_samples_s"],)
+    ]
+    table(
         f"{asked.ranks} ranks on gloo, {asked.layers} dense blocks of width {asked.d_model}, "
-        f"{found['parameters']:,} parameters, {asked.rounds} rounds",
-        ("", "fused", "a message a parameter"),
-        [
-            ("collectives a step", *(mode["collectives_count"] for mode in modes)),
-            ("sent a step by a rank", *(format_bytes(mode["sent_bytes"]) for mode in modes)),
-            ("step, median", *(format_seconds(mode["step_s"]) for mode in modes)),
-            ("step, fastest", *(format_seconds(min(mode["step_samples_s"])) for mode in modes)),
-            ("step, slowest", *(format_seconds(max(mode["step_samples_s"])) for mode in modes)),
-        ],
-    )
+        f"{found['parameters']:,} parameters, {asked.rounds} rounds; of a step",
+        rows, "mode", "collectives_count", "sent_bytes", "step_s", "fastest_s", "slowest_s",
+    )  # fmt: skip
     OUTPUT.line(
         f"{found['messages_ratio']:.1f} x fewer messages; a step is {format_seconds(abs(found['saved_s']))} "
         f"{'shorter' if found['saved_s'] >= 0 else 'longer'}"

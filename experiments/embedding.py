@@ -18,17 +18,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
-from torch import nn
+from emulation import OUTPUT, TIMEOUT_S, DenseTraining, finish, options, run_ranks, start, table, timed
+from torch import Tensor, nn
 
 from tierstore.config import load
-from tierstore.dense import DenseSlices, GatherOnDemand
 from tierstore.dense.config import DenseConfig
 from tierstore.dense.layout import Narrow, UnitLayout, dense_bytes, layouts_of_shapes
 from tierstore.machine import peak_resident_bytes, resident_bytes
@@ -38,10 +37,9 @@ from tierstore.model.vocabulary import VocabularyCost, VocabularyPartition
 from tierstore.parallel import ParallelConfig, launch
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import TableRows
-from tierstore.store.adamw import AdamWConfig
 from tierstore.train.config import TrainConfig
 from tierstore.train.vocabulary import SMALL_TABLE_BYTES, choose_vocabulary
-from tierstore.units import format_bytes, format_seconds
+from tierstore.units import format_bytes
 
 WAYS = (RowPlacement.GATHERED, RowPlacement.PARTITIONED)
 #: Measured bytes and memory may differ from the calculated ones by this part.
@@ -122,27 +120,17 @@ def rank(case: Case, way: RowPlacement) -> dict[str, Any]:
         model = Transformer(
             case.model, None, mixture=lambda layer: NoExperts(), mesh=mesh, vocabulary=case.partition(way)
         )
-        dense = DenseSlices(
-            model.dense_units(), case.layouts(way), group=group, device=torch.device("cpu"), adamw=AdamWConfig(),
-            config=DenseConfig(),
-        )  # fmt: skip
-        dense.attach(model, GatherOnDemand(dense, DenseConfig().reshard))
-        losses, seconds, sent = [], [], [0]
+        training = DenseTraining(model, model.dense_units(), case.layouts(way), group, DenseConfig())
+        losses: list[float] = []
+        seconds, sent = [], [0]
+
+        def take(tokens: Tensor) -> None:
+            losses.append(training.step(tokens))
+
         for number in range(case.steps + 1):
             generator = torch.Generator().manual_seed(number * case.ranks + group.rank)
             tokens = torch.randint(case.vocab, (1, case.tokens + 1), generator=generator)
-            group.barrier()
-            started = time.perf_counter()
-            dense.zero_grad()
-            dense.begin_micro()
-            output = model(tokens[:, :-1], tokens[:, 1:])
-            torch.autograd.backward(output.objective)
-            dense.end_micro()
-            dense.finish()
-            dense.step(1e-3)
-            losses.append(float(output.loss.detach()))
-            group.barrier()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(timed(group, partial(take, tokens)))
             sent.append(sum(traffic.sent_bytes for traffic in group.traffic.values()))
         risen = peak_resident_bytes() - before
         return {
@@ -192,19 +180,19 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def failures(large: Mapping[str, Any], small: Mapping[str, Any], d_model: int) -> Iterator[str]:
     """What is not as calculated, or as AUTO has it."""
-    for table in (large, small):
-        name = f"vocabulary {table['vocab_count']}"
+    for of in (large, small):
+        name = f"vocabulary {of['vocab_count']}"
         for way in WAYS:
-            error = table[way.value]["sent_bytes"] / table[way.value]["calculated_sent_bytes"] - 1
+            error = of[way.value]["sent_bytes"] / of[way.value]["calculated_sent_bytes"] - 1
             if abs(error) > TOLERANCE:
                 yield f"{name}, {way.value}: sent bytes differ by {error:+.1%} from the calculated"
-        losses = [table[way.value]["first_loss"] for way in WAYS]
+        losses = [of[way.value]["first_loss"] for way in WAYS]
         if not math.isclose(*losses, rel_tol=1e-5):
             yield f"{name}: the first losses differ by more than rounding: {losses}"
-        partitioned = table["auto"] == RowPlacement.PARTITIONED.value
-        by_bytes = partitioned or 4 * table["vocab_count"] * d_model >= SMALL_TABLE_BYTES
-        if by_bytes and partitioned is not (table["sent_ratio"] < 1):
-            yield f"{name}: AUTO chose {table['auto']}, which sends more"
+        partitioned = of["auto"] == RowPlacement.PARTITIONED.value
+        by_bytes = partitioned or 4 * of["vocab_count"] * d_model >= SMALL_TABLE_BYTES
+        if by_bytes and partitioned is not (of["sent_ratio"] < 1):
+            yield f"{name}: AUTO chose {of['auto']}, which sends more"
     error = large["saved_bytes"] / large["calculated_saved_bytes"] - 1
     if abs(error) > TOLERANCE:
         yield f"saved memory differs by {error:+.1%} from the calculated"
@@ -212,33 +200,18 @@ def failures(large: Mapping[str, Any], small: Mapping[str, Any], d_model: int) -
 
 def main() -> None:
     asked = options(
-        __doc__,
-        ranks=4,
-        vocab=151_936,
-        d_model=512,
-        tokens=64,
-        small_vocab=256,
-        small_tokens=256,
-        rounds=3,
-        steps=3,
-    )
+        __doc__, ranks=4, vocab=151_936, d_model=512, tokens=64, small_vocab=256, small_tokens=256, rounds=3, steps=3
+    )  # fmt: skip
     case = Case(asked.ranks, asked.vocab, asked.d_model, asked.tokens, asked.steps)
     large = measure(case, asked.rounds)
     small = measure(replace(case, vocab=asked.small_vocab, tokens=asked.small_tokens), asked.rounds)
-    for table in (large, small):
-        OUTPUT.table(
-            f"{table['vocab_count']:,} rows of {asked.d_model}, tied, {asked.ranks} ranks on gloo",
-            ("rows", "step, median", "sent a step", "calculated", "memory rises by", "calculated"),
-            [
-                (way.value, format_seconds(found["step_s"]), *(format_bytes(found[name]) for name in COLUMNS))
-                for way in WAYS
-                for found in (table[way.value],)
-            ],
-        )  # fmt: skip
+    for of in (large, small):
+        title = f"{of['vocab_count']:,} rows of {asked.d_model}, tied, {asked.ranks} ranks on gloo"
+        table(title, [{"rows": way.value, **of[way.value]} for way in WAYS], "rows", "step_s", *COLUMNS)
         OUTPUT.line(
-            f"saved {format_bytes(table['saved_bytes'])}, calculated {format_bytes(table['calculated_saved_bytes'])}; "
-            f"partitioned / gathered: sent {table['sent_ratio']:.3f}, step {table['step_ratio']:.3f}; "
-            f"AUTO: {table['auto']} ({table['auto_reason']})"
+            f"saved {format_bytes(of['saved_bytes'])}, calculated {format_bytes(of['calculated_saved_bytes'])}; "
+            f"partitioned / gathered: sent {of['sent_ratio']:.3f}, step {of['step_ratio']:.3f}; "
+            f"AUTO: {of['auto']} ({of['auto_reason']})"
         )
     finish({"large": large, "small": small}, list(failures(large, small, asked.d_model)))
 

@@ -16,22 +16,28 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tierstore.bench.harness import FigureTable
 from tierstore.bench.namespaces import RankNamespace
 from tierstore.cli.output import Output, OutputMode
+from tierstore.dense import DenseConfig, DenseSlices, GatherOnDemand
+from tierstore.dense.layout import UnitLayout
 from tierstore.errors import TierstoreError
 from tierstore.links import wait_until
-from tierstore.moe.config import ExpertShape
-from tierstore.moe.source import ExpertLease
+from tierstore.machine_profile import Cost
+from tierstore.model import Transformer
+from tierstore.moe.source import ExpertLease, ExpertSource
 from tierstore.outputs import to_json
+from tierstore.parallel import RankGroup
 from tierstore.parallel.layout import local_environments
+from tierstore.store.adamw import AdamWConfig
 
 T = TypeVar("T")
 TIMEOUT_S = 600.0
@@ -113,6 +119,44 @@ def _as_rank(
     os._exit(0)
 
 
+def timed(group: RankGroup, step: Callable[[], object], count: int = 1) -> float:
+    """Seconds of a ``step``, of ``count``: between barriers of ``group``, so that all ranks see those of the slowest."""
+    group.barrier()
+    started = time.perf_counter()
+    for _ in range(count):
+        step()
+    group.barrier()
+    return (time.perf_counter() - started) / count
+
+
+class DenseTraining:
+    """Steps of ``model``, whose parameters, all of them of ``units``, lie in slices on the ranks of ``group``."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        units: Sequence[tuple[str, Sequence[nn.Parameter]]],
+        layouts: Sequence[UnitLayout],
+        group: RankGroup,
+        config: DenseConfig,
+    ) -> None:
+        self.model, self.group = model, group
+        cpu, adamw = torch.device("cpu"), AdamWConfig()
+        self.slices = DenseSlices(units, layouts, group=group, device=cpu, adamw=adamw, config=config)
+        self.slices.attach(model, GatherOnDemand(self.slices, config.reshard))
+
+    def step(self, tokens_BT: Tensor) -> float:
+        """One step over ``tokens_BT``, each of which but the first is predicted; its loss."""
+        self.slices.zero_grad()
+        self.slices.begin_micro()
+        output = self.model(tokens_BT[:, :-1], tokens_BT[:, 1:])
+        torch.autograd.backward(output.objective / self.group.size)
+        self.slices.end_micro()
+        self.slices.finish()
+        self.slices.step(1e-3)
+        return float(output.loss.detach())
+
+
 # The emulated device ----------------------------------------------------------------------------------------
 
 
@@ -135,24 +179,27 @@ def taking(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
     return passed
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSpeed:
-    """Seconds of one expert's forward pass: ``start_s + rows * row_s``. A backward pass takes twice that."""
-
-    start_s: float = 0.0
-    row_s: float = 0.0
-
-    def seconds(self, rows: int) -> float:
-        return self.start_s + rows * self.row_s
-
-
 class SleepingDevice:
-    """A device that computes for given times, one after another, while the thread that launches waits."""
+    """A device on which an expert's forward pass over a number of rows costs ``speed``, and its backward pass twice that.
+    It computes one product after another, while the thread that launches waits.
+    """
 
-    def __init__(self, speed: DeviceSpeed | None = None) -> None:
-        self.speed = speed or DeviceSpeed()
+    def __init__(self, speed: Cost) -> None:
+        self.speed = speed
         #: What is launched takes this many times as long as a forward pass.
         self.times = 1
+
+        class SlowWeights(Tensor):
+            @classmethod
+            def __torch_function__(
+                cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+            ) -> Any:
+                made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+                if func is torch.mm:
+                    self.product(args[0].shape[0])
+                return made
+
+        self._slow_weights = SlowWeights
 
     def product(self, rows: int) -> None:
         """Returns when one of an expert's products over ``rows`` rows is done."""
@@ -160,40 +207,27 @@ class SleepingDevice:
         if spent > 0:
             wait_until(time.monotonic_ns() + round(spent * 1e9))
 
-
-def slow_weights(flat: Tensor, product: Callable[[int], None]) -> Tensor:
-    """``flat`` as weights whose products, and those of its views, call ``product`` with their number of rows."""
-
-    class SlowWeights(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-        ) -> Any:
-            made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-            if func is torch.mm:
-                product(args[0].shape[0])
-            return made
-
-    return flat.as_subclass(SlowWeights)
+    def holding(self, flat: Tensor) -> Tensor:
+        """``flat`` as weights whose products, and those of its views, take their time here."""
+        return flat.as_subclass(self._slow_weights)
 
 
-class SleepingExperts:
-    """An expert source whose experts all have the same weights and lie on ``device``."""
+class SlowExperts:
+    """The experts of ``source``, whose products take their time on ``device``."""
 
-    def __init__(self, shape: ExpertShape, device: SleepingDevice) -> None:
-        self._device = device
-        self._weights = slow_weights(torch.full((shape.numel,), 1e-3), device.product)
-        self._gradients = torch.empty(shape.numel)
+    def __init__(self, source: ExpertSource, device: SleepingDevice) -> None:
+        self._source, self._device = source, device
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        self._device.times = 1
-        for expert in experts:
-            yield ExpertLease(expert, self._weights)
+        return self._slow(self._source.forward(layer, experts), times=1)
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        self._device.times = 2
-        for expert in experts:
-            yield ExpertLease(expert, self._weights, self._gradients)
+        return self._slow(self._source.backward(layer, experts), times=2)
+
+    def _slow(self, leases: Iterator[ExpertLease], *, times: int) -> Iterator[ExpertLease]:
+        for lease in leases:
+            self._device.times = times
+            yield replace(lease, weights=self._device.holding(lease.flat))
 
 
 # Options and findings ---------------------------------------------------------------------------------------
@@ -217,6 +251,14 @@ def options(description: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def table(title: str, rows: Sequence[Mapping[str, object]], *keys: str, **headings: str) -> None:
+    """Prints what ``rows`` have of ``keys``, as benchmarks print figures: each value in the unit that its key ends in, under
+    the key without it, or under that of ``headings``.
+    """
+    made = FigureTable.of_keys(title, rows, *keys, **headings)
+    OUTPUT.table(title, list(made.columns), made.cells)
+
+
 def finish(findings: object, failures: Sequence[str] = ()) -> None:
     """Prints ``findings`` as one line of JSON (numbers that are not finite as null), and ends: with status 1 where there
     are ``failures``, which it names.
@@ -237,5 +279,5 @@ def start(main: Callable[[], None]) -> NoReturn:
     sys.exit(0)
 
 
-#: Where experiments print their tables.
+#: Where experiments print.
 OUTPUT = Output(OutputMode.HUMAN)

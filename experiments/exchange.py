@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from emulation import OUTPUT, finish, options, run_ranks, start
+from emulation import OUTPUT, finish, options, run_ranks, start, table
 
 from tierstore.bench.namespaces import RankNamespace, limit_namespace, rank_namespaces
 from tierstore.capabilities import Finding
@@ -40,7 +40,6 @@ from tierstore.parallel.launching import launch, measured_model
 from tierstore.parallel.layout import NodeGrid
 from tierstore.parallel.limited import LimitedGroup
 from tierstore.stats import percentile
-from tierstore.units import format_bytes, format_seconds
 
 #: A rank's link within its node.
 WITHIN = LinkConfig(bandwidth=25_000_000, latency=0.5e-3)
@@ -202,20 +201,10 @@ def main() -> None:
                 )[0]
                 rows += cases(layout, node, asked.message_bytes, answer)
     noise = judge(rows)
-    OUTPUT.table(
-        f"{len(rows)} cases, median of {asked.rounds} rounds; noise floor {noise:.1%}",
-        (
-            *("nodes x ranks", "a message costs", "a node sends", "messages of"),
-            *("flat", "hierarchical", "ratio", "faster", "auto", "right"),
-        ),
-        [
-            (
-                row["layout"], format_seconds(row["latency_s"]), f"{format_bytes(row['bandwidth_bytes_per_s'])}/s",
-                format_bytes(row["message_bytes"]), format_seconds(row["flat_s"]), format_seconds(row["hierarchical_s"]),
-                f"{row['hierarchical_to_flat_ratio']:.3f}", row["faster"], row["auto"], "yes" if row["auto_right"] else "NO",
-            )
-            for row in rows
-        ],
+    table(
+        f"{len(rows)} cases, median of {asked.rounds} rounds; noise floor {noise:.1%}", rows, "layout", "latency_s",
+        "bandwidth_bytes_per_s", "message_bytes", "flat_s", "hierarchical_s", "hierarchical_to_flat_ratio", "faster", "auto",
+        "auto_right",
     )  # fmt: skip
     wrong = [row for row in rows if not row["auto_right"]]
     OUTPUT.line(f"AUTO is right in {len(rows) - len(wrong)} of {len(rows)} cases")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from emulation import OUTPUT, finish, options, start
+from emulation import finish, options, start, table
 
 from tierstore.cli.options import config_overrides, with_stored_model
 from tierstore.config import load
@@ -36,17 +36,16 @@ from tierstore.train.setup import Loop
 from tierstore.train.step_time import StepTimer, ThreadTimes, stolen_while_running
 from tierstore.train.stepping import SessionParts
 from tierstore.train.trainer import Trainer
-from tierstore.units import format_bytes, format_seconds
-
-BYTES = ("read", "speculative_read", "wasted_read", "forward_demanded")
+from tierstore.units import format_bytes
 
 
 class ForwardWatch:
     """The session's expert source, which also notes what is read and waited for while its forward passes are open."""
 
+    parts: SessionParts
+    _target: JointSource
+
     def __init__(self) -> None:
-        self.parts: SessionParts | None = None
-        self._target: JointSource | None = None
         self._demanded = 0
         self._stall_ns = 0
 
@@ -60,7 +59,6 @@ class ForwardWatch:
 
     def counts(self) -> dict[str, float]:
         """All so far."""
-        assert self.parts is not None
         stats, guesses = self.parts.store.cache.residency.stats(), self.parts.experts.guesses
         return {
             "used_count": guesses.used,
@@ -75,7 +73,6 @@ class ForwardWatch:
         }
 
     def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        assert self._target is not None
         demanded, stall_ns = self._position()
         yield from self._target.forward(layer, experts)
         now = self._position()
@@ -83,15 +80,12 @@ class ForwardWatch:
         self._stall_ns += now[1] - stall_ns
 
     def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        assert self._target is not None
         return self._target.backward(layer, experts)
 
     def backward_each(self, layer: int, asked: Sequence[Sequence[int]]) -> Iterator[tuple[int, ExpertLease]]:
-        assert self._target is not None
         return self._target.backward_each(layer, asked)
 
     def _position(self) -> tuple[int, int]:
-        assert self.parts is not None
         stats = self.parts.store.cache.residency.stats()
         return stats.read_bytes - stats.prefetch_read_bytes, self.parts.ledger.total_ns
 
@@ -147,22 +141,12 @@ def main() -> None:
         chosen = replace(config, prefetch=replace(config.prefetch, predictor=PredictorName(name)))
         found.append(measure(chosen, asked.warmup, asked.steps, asked.prompt, asked.tokens))
     for part in ("training", "decoding"):
-        rows = [(one["predictor"], one[part]) for one in found if part in one]
+        rows = [{"predictor": one["predictor"], **one[part]} for one in found if part in one]
         if rows:
-            OUTPUT.table(
-                f"{part}; host budget {format_bytes(config.host_budget)}",
-                (
-                    *("predictor", "recall", "precision", "misses", "read", "speculatively", "wasted"),
-                    *("demanded in forward passes", "forward stalls"),
-                ),
-                [
-                    (
-                        name, f"{one['recall_ratio']:.3f}", f"{one['precision_ratio']:.3f}", one["misses_count"],
-                        *(format_bytes(one[f"{key}_bytes"]) for key in BYTES),
-                        format_seconds(one["forward_stall_s"]),
-                    )
-                    for name, one in rows
-                ],
+            table(
+                f"{part}; host budget {format_bytes(config.host_budget)}", rows, "predictor", "recall_ratio",
+                "precision_ratio", "misses_count", "read_bytes", "speculative_read_bytes", "wasted_read_bytes",
+                "forward_demanded_bytes", "forward_stall_s", forward_demanded_bytes="demanded in forward passes",
             )  # fmt: skip
     finish({"host_budget_bytes": config.host_budget, "predictors": found})
 

@@ -18,64 +18,47 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from emulation import OUTPUT, finish, options, start
+from emulation import finish, options, start, table
 from memory import TIERSTORE
 
 from tierstore.config import load
 from tierstore.errors import DataError
 from tierstore.train.config import TrainConfig
-from tierstore.units import format_bytes, format_seconds
 
 SAMPLE_S = 0.5
 _POLL_S = 0.01
 
 
-@dataclass
-class Report:
-    """A run, of one process or several. Times are seconds from the start of its first process."""
+class Run:
+    """The processes of one run, one after the other. Times in its ``report`` are seconds from the start of the first one."""
 
-    memory: str
-    step_tokens: int
-    kills_s: list[float] = field(default_factory=list)
-    #: Time and resident bytes of the process, every ``SAMPLE_S`` seconds.
-    resident: list[tuple[float, int]] = field(default_factory=list)
-    #: Time from the start of each process to the end of its first step.
-    first_steps_s: list[float] = field(default_factory=list)
-    ended_s: float = 0.0
-    #: What the last process printed.
-    summary: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Trained:
-    """The processes of one run, one after the other, and what is known of them."""
-
-    config: Path
-    work: Path
-    name: str
-    report: Report
-    begun_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def metrics(self) -> Path:
-        return self.work / f"{self.name}.jsonl"
+    def __init__(self, config: Path, work: Path, name: str, memory: str, step_tokens: int) -> None:
+        self.store, self.metrics, self.errors = (
+            work / end for end in ("store", f"{name}.jsonl", f"{name}.log")
+        )
+        self._command = [sys.executable, "-c", TIERSTORE, "train", str(config), "--store", str(self.store)]
+        self._command += ["--metrics", str(self.metrics), "--memory", memory, "--checksum", "--json"]
+        self._begun_s = time.monotonic()
+        self.report: dict[str, Any] = {
+            "memory": memory,
+            "step_tokens": step_tokens,
+            "kills_s": [],
+            "resident": [],  # time and resident bytes of the process, every SAMPLE_S seconds
+            "first_steps_s": [],  # time from the start of each process to the end of its first step
+        }
 
     def run(self, kill_at: int | None, pause: float) -> bool:
         """Runs a process; kills it after step ``kill_at``, in the midst of the next one: after ``pause`` of its time. Says
         whether it ended by itself. Raises DataError if it failed.
         """
-        store, errors = self.work / "store", self.work / f"{self.name}.log"
-        command = [sys.executable, "-c", TIERSTORE, "train", str(self.config), "--store", str(store)]
-        command += ["--metrics", str(self.metrics), "--memory", self.report.memory, "--checksum", "--json"]
-        command += ["--resume"] if store.exists() else []
+        command = [*self._command, *(["--resume"] if self.store.exists() else [])]
         begun, before, read_bytes = time.monotonic(), len(steps_of(self.metrics)), self._written()
         first = True
-        with errors.open("a") as log:
+        with self.errors.open("a") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
             try:
                 while process.poll() is None:
@@ -86,12 +69,12 @@ class Trained:
                     read_bytes, steps = self._written(), steps_of(self.metrics)[before:]
                     if steps and first:
                         first = False
-                        self.report.first_steps_s.append(time.monotonic() - begun)
+                        self.report["first_steps_s"].append(time.monotonic() - begun)
                     if steps and kill_at is not None and steps[-1]["step"] >= kill_at:
                         time.sleep(pause * steps[-1]["step_s"])
                         process.kill()
                         process.wait()
-                        self.report.kills_s.append(self._now())
+                        self.report["kills_s"].append(self._now())
                         return False
                 assert process.stdout is not None
                 printed = process.stdout.read()
@@ -99,40 +82,39 @@ class Trained:
                 process.kill()
                 process.wait()
         if process.returncode:
-            raise DataError(
-                f"{self.name}: status {process.returncode}: {errors.read_text().splitlines()[-1]}"
-            )
-        self.report.summary = json.loads(printed.splitlines()[-1])
-        self.report.ended_s = self._now()
+            last = self.errors.read_text().splitlines()[-1]
+            raise DataError(f"{self.errors.stem}: status {process.returncode}: {last}")
+        self.report |= {"ended_s": self._now(), "summary": json.loads(printed.splitlines()[-1])}
         return True
 
     def _now(self) -> float:
-        return time.monotonic() - self.begun_s
+        return time.monotonic() - self._begun_s
 
     def _written(self) -> int:
         return self.metrics.stat().st_size if self.metrics.exists() else 0
 
     def _sample(self, pid: int) -> None:
-        resident = self.report.resident
+        resident = self.report["resident"]
         if resident and self._now() < resident[-1][0] + SAMPLE_S:
             return
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             resident.append((round(self._now(), 2), psutil.Process(pid).memory_info().rss))
 
 
-def trained(config: Path, work: Path, name: str, report: Report, kills: list[tuple[int, float]]) -> Report:
-    """``report`` of a run that is killed after the steps of ``kills``, each after that share of the next step's time."""
-    saved = work / f"{name}.json"
-    if saved.exists():
-        return Report(**json.loads(saved.read_text()))
-    shutil.rmtree(work / "store", ignore_errors=True)
-    (work / f"{name}.jsonl").unlink(missing_ok=True)
-    run = Trained(config, work, name, report)
-    # Steps shorter than a poll may all be over before the kill.
-    if not any(run.run(step, pause) for step, pause in kills):
-        run.run(None, 0)
-    saved.write_text(json.dumps(asdict(report)))
-    shutil.rmtree(work / "store")
+def trained(
+    config: Path, work: Path, name: str, memory: str, tokens: int, kills: list[tuple[int, float]]
+) -> dict[str, Any]:
+    """The report of a run that is killed after the steps of ``kills``, each after that share of the next step's time."""
+    saved, run = work / f"{name}.json", Run(config, work, name, memory, tokens)
+    if not saved.exists():
+        shutil.rmtree(run.store, ignore_errors=True)
+        run.metrics.unlink(missing_ok=True)
+        # Steps shorter than a poll may all be over before the kill.
+        if not any(run.run(step, pause) for step, pause in kills):
+            run.run(None, 0)
+        saved.write_text(json.dumps(run.report))
+        shutil.rmtree(run.store)
+    report: dict[str, Any] = json.loads(saved.read_text())
     return report
 
 
@@ -162,34 +144,27 @@ def main() -> None:
     if not 0 < asked.kills < trains.steps:
         raise DataError(f"--kills: expected 1 to {trains.steps - 1} (steps - 1), got {asked.kills}")
     at = [(step, draw.random()) for step in sorted(draw.sample(range(1, trains.steps), asked.kills))]
-    tokens, again_memory = trains.tokens_per_step, asked.killed_memory or asked.memory
-    whole = trained(config, work, "whole", Report(asked.memory, tokens), [])
-    killed = trained(config, work, "killed", Report(again_memory, tokens), at)
+    tokens = trains.tokens_per_step
+    whole = trained(config, work, "whole", asked.memory, tokens, [])
+    killed = trained(config, work, "killed", asked.killed_memory or asked.memory, tokens, at)
     once, again = losses(work / "whole.jsonl"), losses(work / "killed.jsonl")
-    OUTPUT.table(
-        "",
-        ("run", "memory", "kills", "took", "peak", "loss", "checksum"),
-        [
-            (
-                name,
-                report.memory,
-                str(len(report.kills_s)),
-                format_seconds(report.ended_s),
-                format_bytes(max(resident for _, resident in report.resident)),
-                f"{report.summary['train_loss']:.4f}",
-                str(report.summary["records_crc32c"]),
-            )
-            for name, report in (("whole", whole), ("killed", killed))
-        ],
-    )
+    rows = [
+        {
+            "run": name, **report, "train_loss": report["summary"]["train_loss"],
+            "records_crc32c": str(report["summary"]["records_crc32c"]), "kills": len(report["kills_s"]),
+            "peak_bytes": max(resident for _, resident in report["resident"]),
+        }
+        for name, report in (("whole", whole), ("killed", killed))
+    ]  # fmt: skip
+    table("", rows, "run", "memory", "kills", "ended_s", "peak_bytes", "train_loss", "records_crc32c")
     failures = [
         f"step {step}: losses {sorted(once[step] | again.get(step, set()))}"
         for step in once
         if once[step] != again.get(step)
     ]
-    if whole.summary["records_crc32c"] != killed.summary["records_crc32c"]:
+    if whole["summary"]["records_crc32c"] != killed["summary"]["records_crc32c"]:
         failures.append("the records differ")
-    finish({"whole": asdict(whole), "killed": asdict(killed)}, failures)
+    finish({"whole": whole, "killed": killed}, failures)
 
 
 if __name__ == "__main__":

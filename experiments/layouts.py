@@ -26,34 +26,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from emulation import (
-    OUTPUT,
-    DeviceSpeed,
-    SleepingDevice,
-    finish,
-    options,
-    run_ranks,
-    slow_weights,
-    start,
-    taking,
-)
+from emulation import OUTPUT, SleepingDevice, SlowExperts, finish, options, run_ranks, start, table, taking
 from torch import Tensor, nn
 
 from tierstore.config import load
 from tierstore.dense.gates import PassListener
 from tierstore.errors import ConfigError
-from tierstore.links import LinkConfig, LinksConfig
+from tierstore.links import LinkConfig
 from tierstore.machine_profile import ASSUMED, Cost, Profile
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Block, Transformer
-from tierstore.moe.source import ExpertLease, ExpertSource, JointSource
+from tierstore.moe.source import ExpertSource, JointSource
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.parallel.config import ExchangeMode, ParallelConfig, RowPlacement
 from tierstore.parallel.launching import launch, with_exchange
@@ -84,26 +74,23 @@ DENSE, EXPERT = Cost(1e-3, 2e8), Cost(0.5e-3, 2e8)
 #: What loopback carries, bytes a second: the limited links are far slower.
 LOOPBACK = 1e9
 
+GATHERED, DIVIDED, TWO_STEPS = RowPlacement.GATHERED, RowPlacement.PARTITIONED, ExchangeMode.HIERARCHICAL
+
 # The layouts ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """What is trained: ``rows`` sequences of ``seq_len`` tokens on each data rank in each of ``micro_batches``."""
+class Case:
+    """One layout, on ``nodes`` of two ranks each or one node, and what is trained in it: ``rows`` sequences of ``seq_len``
+    tokens on each data rank in each of ``micro_batches``, with ``further`` settings.
+    """
 
+    kind: str
+    choice: LayoutChoice
     rows: int = 2
     seq_len: int = 64
     micro_batches: int = 1
     layers: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One layout, and the size of what it trains, on ``nodes`` of two ranks each, or one node, with ``further`` settings."""
-
-    kind: str
-    choice: LayoutChoice
-    size: Size = field(default_factory=Size)
     nodes: int = 1
     further: tuple[tuple[str, Any], ...] = ()
 
@@ -114,67 +101,39 @@ class Case:
     @property
     def name(self) -> str:
         beside = [f"{self.nodes} nodes"] if self.nodes > 1 else []
-        usual = asdict(Size())
-        beside += [
-            f"{n} {name.replace('_', '-')}" for name, n in asdict(self.size).items() if n != usual[name]
-        ]
+        for name in ("rows", "seq_len", "micro_batches", "layers"):
+            if (size := getattr(self, name)) != getattr(Case, name):
+                beside.append(f"{size} {name.replace('_', '-')}")
         return f"{self.ranks} ranks: {', '.join([self.choice.name, *beside])}"
 
     def settings(self, text: Path) -> dict[str, Any]:
         """The settings of a run in this layout, which trains on ``text``; all its experts fit in the host's cache."""
-        links = LinksConfig(gather=GATHER, exchange=EXCHANGE, node=NODE if self.nodes > 1 else LinkConfig())
+        links = {"gather": GATHER, "exchange": EXCHANGE, "node": NODE if self.nodes > 1 else LinkConfig()}
         limits = {
-            f"links.{name}.{key}": value
-            for name, link in (("gather", links.gather), ("exchange", links.exchange), ("node", links.node))
-            for key, value in (("bandwidth", link.bandwidth), ("latency", link.latency))
+            f"links.{name}.{key}": getattr(link, key)
+            for name, link in links.items()
+            for key in ("bandwidth", "latency")
         }
         return {
-            "device": "cpu",
-            "threads": 1,
-            "host_budget": 24 << 20,
-            "commit_every": 0,
-            "model.vocab_size": 512,
-            "model.d_model": 64,
-            "model.n_layers": self.size.layers,
-            "model.n_heads": 4,
-            "model.seq_len": self.size.seq_len,
-            "model.d_ff": 64,
-            "model.experts": 8,
-            "model.top_k": 2,
-            "data.paths": (str(text),),
-            "data.batch_size": self.size.rows * self.choice.ranks.data,
-            "data.micro_batches": self.size.micro_batches,
-            "data.micro_order": "micro",
-            "schedule.lr": 1e-6,
-            "io.huge_pages": "off",
-            "parallel.node_ranks": self.ranks // self.nodes,
-            "parallel.timeout_s": 120.0,
-            **self.choice.settings,
-            **limits,
-            **dict(self.further),
-        }
+            "device": "cpu", "threads": 1, "host_budget": 24 << 20, "commit_every": 0, "io.huge_pages": "off",
+            "model.vocab_size": 512, "model.d_model": 64, "model.n_layers": self.layers, "model.n_heads": 4,
+            "model.seq_len": self.seq_len, "model.d_ff": 64, "model.experts": 8, "model.top_k": 2,
+            "data.paths": (str(text),), "data.batch_size": self.rows * self.choice.ranks.data,
+            "data.micro_batches": self.micro_batches, "data.micro_order": "micro", "schedule.lr": 1e-6,
+            "parallel.node_ranks": self.ranks // self.nodes, "parallel.timeout_s": 120.0,
+            **self.choice.settings, **limits, **dict(self.further),
+        }  # fmt: skip
 
 
 def case(
-    kind: str,
-    stages: int,
-    replicas: int,
-    expert: int,
-    tensor: int = 1,
-    *,
-    degree: int = 1,
-    exchange: ExchangeMode = ExchangeMode.FLAT,
-    rows: RowPlacement = RowPlacement.GATHERED,
-    nodes: int = 1,
-    **size: int,
-) -> Case:
-    choice = LayoutChoice(
-        Layout(stages, replicas, expert, tensor), degree, exchange, embedding=rows, head=rows
-    )
-    return Case(kind=kind, choice=choice, size=Size(**size), nodes=nodes)
+    kind: str, stages: int, replicas: int, expert: int, tensor: int = 1, *, degree: int = 1, rows: RowPlacement = GATHERED,
+    exchange: ExchangeMode = ExchangeMode.FLAT, **size: int,
+) -> Case:  # fmt: skip
+    layout = Layout(stages, replicas, expert, tensor)
+    choice = LayoutChoice(layout, degree, exchange, embedding=rows, head=rows)
+    return Case(kind=kind, choice=choice, **size)  # type: ignore[arg-type]
 
 
-DIVIDED, TWO_STEPS = RowPlacement.PARTITIONED, ExchangeMode.HIERARCHICAL
 JUDGED = (
     case("one rank", 1, 1, 1),
     case("one rank", 1, 1, 1, micro_batches=2),
@@ -322,7 +281,7 @@ class EmulatedModel:
         return queue
 
     def source(self, experts: JointSource) -> ExpertSource:
-        speed = DeviceSpeed(EXPERT.latency_s, 2 * self.config.expert_shape.numel / EXPERT.per_s)
+        speed = Cost(EXPERT.latency_s, EXPERT.per_s / (2 * self.config.expert_shape.numel))
         return SlowExperts(experts, SleepingDevice(speed))
 
 
@@ -335,24 +294,6 @@ def _waiting(seconds: Callable[[int], float]) -> Callable[[nn.Module, Any], Any]
         return (taking(x, spent, 2 * spent), *arguments[1:])
 
     return hook
-
-
-class SlowExperts:
-    """The experts of ``source``, whose products take their time on ``device``."""
-
-    def __init__(self, source: ExpertSource, device: SleepingDevice) -> None:
-        self._source, self._device = source, device
-
-    def forward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        return self._slow(self._source.forward(layer, experts), times=1)
-
-    def backward(self, layer: int, experts: Sequence[int]) -> Iterator[ExpertLease]:
-        return self._slow(self._source.backward(layer, experts), times=2)
-
-    def _slow(self, leases: Iterator[ExpertLease], *, times: int) -> Iterator[ExpertLease]:
-        for lease in leases:
-            self._device.times = times
-            yield replace(lease, weights=slow_weights(lease.flat, self._device.product))
 
 
 @contextlib.contextmanager
@@ -476,17 +417,9 @@ def main() -> None:
         overheads[ranks] = fit([plans[each] for each in of], [medians[each] for each in of])
     rows = [row(each, rounds[each], plans[each](overheads[each.ranks])) for each in cases]
     found = summary(rows)
-    OUTPUT.table(
-        f"step, medians of {asked.rounds} rounds of {asked.steps}",
-        ("layout", "kind", "", "measured", "predicted", "ratio"),
-        [
-            (
-                each["layout"], each["kind"], "judged" if each["judged"] else "fitted", format_seconds(each["step_s"]),
-                format_seconds(each["predicted_step_s"]),
-                f"{each['predicted_to_measured_ratio']:.3f}{'' if each['within'] else ' OFF'}",
-            )
-            for each in rows
-        ],
+    table(
+        f"step, medians of {asked.rounds} rounds of {asked.steps}", rows, "layout", "kind", "judged", "step_s",
+        "predicted_step_s", "predicted_to_measured_ratio", "within",
     )  # fmt: skip
     for ranks, fitted in overheads.items():
         OUTPUT.line(

@@ -35,7 +35,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emulation import OUTPUT, TIMEOUT_S, finish, options, start
+from emulation import OUTPUT, TIMEOUT_S, finish, options, start, table
 
 from tierstore.bench.probes import MemoryLimit
 from tierstore.errors import DataError
@@ -43,7 +43,6 @@ from tierstore.machine import peak_resident_bytes
 from tierstore.parallel.layout import local_environments
 from tierstore.store.disk.home import IDENTITY, rank_directories
 from tierstore.store.parameter_store import open_to_read
-from tierstore.units import format_bytes
 
 #: What a peak may be of what was announced.
 LEAST, MOST = 0.85, 1.03
@@ -94,10 +93,6 @@ class Bench:
         prompts = ["--prompt", prompt] * count
         chosen = ["--max-tokens", str(TOKENS), "--temperature", "0"]
         return ["generate", str(self.trained), *prompts, *chosen, *self.budgeted()]
-
-    def copy(self, store: Path, to: Path) -> Path:
-        """A copy of ``store`` at ``to``, for runs that change it."""
-        return Path(shutil.copytree(store, to))
 
     def _made(self, name: str, make: Callable[[Path], list[str]]) -> Path:
         to = self.directory / name
@@ -166,7 +161,7 @@ def _whole(command: str, *options: str) -> Run:
 def _own(function: str) -> Run:
     return Run(
         lambda bench, to: [
-            function, str(bench.copy(bench.full, to)), str(bench.budget), str(bench.steps),
+            function, str(shutil.copytree(bench.full, to)), str(bench.budget), str(bench.steps),
         ],
         own=True,
     )  # fmt: skip
@@ -175,7 +170,7 @@ def _own(function: str) -> Run:
 def _tuned(source: Callable[[Bench], Path], *options: str) -> Run:
     return Run(
         lambda bench, to: bench.tune(
-            bench.copy(source(bench), to), *options,
+            shutil.copytree(source(bench), to), *options,
             data__batch_size=4, data__paths=bench.text, finetune__seq_len=256,
         ),
         within=True,
@@ -186,7 +181,7 @@ RUNS: dict[str, Run] = {
     "create": Run(lambda bench, to: bench.train(to, steps=1), within=True),
     "train": _trained(),
     "resume": Run(
-        lambda bench, to: bench.train(bench.copy(bench.trained, to), "--resume", steps=2 * bench.steps),
+        lambda bench, to: bench.train(shutil.copytree(bench.trained, to), "--resume", steps=2 * bench.steps),
         within=True,
     ),
     "train-large-batch": _trained(data__batch_size=16),
@@ -447,25 +442,8 @@ def main() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-    _show(rows)
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
     repeated = list(dict.fromkeys(key for row in rows for key in row if key[:6] in ("cgroup", "memory")))
-    OUTPUT.table(
-        "",
-        ("run", "announced", "peak", "ratio", *repeated),
-        [
-            (
-                row["run"],
-                format_bytes(row["announced_bytes"]),
-                format_bytes(row["peak_bytes"]),
-                f"{row['ratio']:.2f}",
-                *(row.get(key, "-") for key in repeated),
-            )
-            for row in rows
-        ],
-    )
+    table("", rows, "run", "announced_bytes", "peak_bytes", "ratio", *repeated)
     median = statistics.median(row["ratio"] for row in rows)
     OUTPUT.line(f"median of the ratios: {median:.2f}")
     apart = [

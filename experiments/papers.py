@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from emulation import OUTPUT, finish, options, start
+from emulation import OUTPUT, finish, options, start, table
 from pipemoe_solvers import ALL_TO_ALL, FIXED, GEMM, table4
 
 from tierstore.config import load
@@ -58,7 +59,7 @@ UNITS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """A published figure and ours, whose unit is ``key`` of ``UNITS``. ``term``: why they differ by more than 2 x;
     ``mended``: ours with that as in the paper.
@@ -133,7 +134,7 @@ def se_moe_1() -> Iterator[Row]:
             profile=find_profile(Path(preset.gpu)),
         )
         assert plan.prediction is not None
-        yield Row(table="SE-MoE 1", name=name, published=published, ours=plan.prediction.tokens_per_s)
+        yield Row("SE-MoE 1", name, published, plan.prediction.tokens_per_s)
 
 
 def served(experts: int) -> Architecture:
@@ -159,10 +160,10 @@ def se_moe_2() -> Iterator[Row]:
         one = REACHED * A100_MEMORY / (2 * active)
         share = generated_share(published / gpus, whole, one)
         yield Row(
-            table="SE-MoE 2",
-            name=name,
-            published=published,
-            ours=gpus * whole,
+            "SE-MoE 2",
+            name,
+            published,
+            gpus * whole,
             term="lengths of prompts and answers are not printed; generation of one token at a time reads every active "
             f"weight for it, {one:.0f} tokens/s a GPU: the published speed has 1 generated token in {1 / share:.0f}",
             mended=gpus / ((1 - share) / whole + share / one),
@@ -172,10 +173,7 @@ def se_moe_2() -> Iterator[Row]:
 def se_moe_4() -> Iterator[Row]:
     """Memory that Table 4 saves: 7/8 of 18 bytes a parameter."""
     for width, published in SE_MOE_4.items():
-        saved = 18 * 7 / 8 * 50304 * width
-        yield Row(
-            table="SE-MoE 4", name=f"width {width:,}", published=published, ours=saved, key="saved_bytes"
-        )
+        yield Row("SE-MoE 4", f"width {width:,}", published, 18 * 7 / 8 * 50304 * width, "saved_bytes")
 
 
 # PipeMoE ----------------------------------------------------------------------------------------------------
@@ -187,43 +185,31 @@ def pipemoe_6() -> Iterator[Row]:
     """
     sheet = find_profile(Path("RTX2080Ti"))
     yield Row(
-        table="PipeMoE 6",
-        name="products, RTX 2080 Ti",
-        published=2 / GEMM[1],
-        ours=sheet.dense_flops.per_s,
-        key="flops_per_s",
+        "PipeMoE 6",
+        "products, RTX 2080 Ti",
+        2 / GEMM[1],
+        sheet.dense_flops.per_s,
+        "flops_per_s",
         term="single large products reach 91% of the 53.8 that the data sheet states; the profile's 40% is that of whole "
         "training steps",
         mended=0.91 * 53.8e12,
     )
     for gpus, (_, beta) in ALL_TO_ALL.items():
-        outside = (gpus - PIPEMOE_NODE) / gpus
-        yield Row(
-            table="PipeMoE 6",
-            name=f"all-to-all, {gpus} GPUs",
-            published=1 / beta,
-            ours=REACHED * INFINIBAND / PIPEMOE_NODE / outside,
-            key="bytes_per_s",
-        )
+        ours = REACHED * INFINIBAND / PIPEMOE_NODE / ((gpus - PIPEMOE_NODE) / gpus)
+        yield Row("PipeMoE 6", f"all-to-all, {gpus} GPUs", 1 / beta, ours, "bytes_per_s")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedChunks:
-    """How often each fixed number of chunks is the best, and how much longer the worst one takes at most."""
-
-    best_count: Counter[int]
-    worst_ratio: float
-
-
-def pipemoe_4() -> dict[int, FixedChunks]:
-    """Fig. 4 by the model, of all layers of Table IV, by GPUs."""
+def pipemoe_4() -> dict[int, dict[str, Any]]:
+    """Fig. 4 by the model, of all layers of Table IV, by GPUs: how often each fixed number of chunks is the best, and by how
+    much longer the worst one takes at most.
+    """
     found = {}
     for gpus in ALL_TO_ALL:
         layers = [layer for layer in table4() if layer.gpus == gpus]
         times = [{r: sum(pass_seconds(*one, r) for one in layer.passes) for r in FIXED} for layer in layers]
         best = Counter(min(each, key=each.__getitem__) for each in times)
         worst = max(max(each.values()) / min(each.values()) - 1 for each in times)
-        found[gpus] = FixedChunks(best_count=best, worst_ratio=worst)
+        found[gpus] = {"best_count": best, "worst_ratio": worst}
     return found
 
 
@@ -237,23 +223,13 @@ def ppmoe_1_and_3() -> Iterator[Row]:
     # Milliseconds: two all-to-alls, and the experts as what is left of MoE layers and gating.
     experts = 6294 - 2566 - 2423 - 156
     outside = 64 / 63 * (64 - NODE) / 64
-    yield Row(
-        table="PPMoE 1",
-        name="all-to-all / experts",
-        published=(2566 + 2423) / 2 / experts,
-        ours=all_to_all_ratio(64, 4096, V100_FLOPS, INFINIBAND / NODE) * outside,
-        key="ratio",
-    )
-    yield Row(
-        table="PPMoE 3",
-        name="all-reduce / network",
-        published=1176 / (1714 - 1176),
-        ours=all_reduce_ratio(NODE, 1024, V100_FLOPS, NVLINK / 2),
-        key="ratio",
-    )
+    ours = all_to_all_ratio(64, 4096, V100_FLOPS, INFINIBAND / NODE) * outside
+    yield Row("PPMoE 1", "all-to-all / experts", (2566 + 2423) / 2 / experts, ours, "ratio")
+    ours = all_reduce_ratio(NODE, 1024, V100_FLOPS, NVLINK / 2)
+    yield Row("PPMoE 3", "all-reduce / network", 1176 / (1714 - 1176), ours, "ratio")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trained:
     """A row of Table 2: tokens/s a GPU of the model ``preset``, or (``dense``) of its backbone, in ``layout``."""
 
@@ -295,36 +271,30 @@ SMALL, LARGE = "ppmoe-6.7b", "ppmoe-143b"
 #: Rows whose experts are over data ranks and whose matrices are over tensor ranks are left out: tierstore has experts over
 #: either.
 PPMOE_2 = (
-    Trained(preset=SMALL, dense=True, layout=Layout(4, 1, 8, 8), published=3244),
-    Trained(preset=SMALL, dense=True, layout=Layout(1, 4, 8, 8), published=4174),
-    Trained(preset=SMALL, dense=True, layout=Layout(1, 32, 1, 1), published=5120),
+    Trained(SMALL, Layout(4, 1, 8, 8), 3244, dense=True),
+    Trained(SMALL, Layout(1, 4, 8, 8), 4174, dense=True),
+    Trained(SMALL, Layout(1, 32, 1, 1), 5120, dense=True),
     Trained(
-        preset=SMALL,
-        layout=Layout(1, 1, 32, 1),
-        published=2147,
+        SMALL,
+        Layout(1, 1, 32, 1),
+        2147,
         term="sequences a step are not printed, and each step sums all dense gradients between nodes: 256 here",
         sequences=128,
     ),
-    Trained(preset=SMALL, layout=Layout(4, 1, 8, 8), published=2708),
-    Trained(preset=LARGE, dense=True, layout=Layout(16, 1, 8, 8), published=356),
-    Trained(preset=LARGE, dense=True, layout=Layout(1, 16, 8, 8), published=597),
-    Trained(preset=LARGE, dense=True, layout=Layout(1, 128, 1, 1), published=410),
-    Trained(preset=LARGE, layout=Layout(1, 4, 64, 1), published=93),
-    Trained(preset=LARGE, layout=Layout(16, 1, 8, 8), published=323),
+    Trained(SMALL, Layout(4, 1, 8, 8), 2708),
+    Trained(LARGE, Layout(16, 1, 8, 8), 356, dense=True),
+    Trained(LARGE, Layout(1, 16, 8, 8), 597, dense=True),
+    Trained(LARGE, Layout(1, 128, 1, 1), 410, dense=True),
+    Trained(LARGE, Layout(1, 4, 64, 1), 93),
+    Trained(LARGE, Layout(16, 1, 8, 8), 323),
 )
 
 
 def ppmoe_2() -> Iterator[Row]:
     """Speeds of Table 2, a GPU."""
     for row in PPMOE_2:
-        yield Row(
-            table="PPMoE 2",
-            name=row.name,
-            published=row.published,
-            ours=row.speed(),
-            term=row.term,
-            mended=None if row.sequences is None else row.speed(row.sequences),
-        )
+        mended = None if row.sequences is None else row.speed(row.sequences)
+        yield Row("PPMoE 2", row.name, row.published, row.speed(), term=row.term, mended=mended)
 
 
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
@@ -348,14 +318,11 @@ def main() -> None:
         [row.cells for row in rows],
     )
     fourth = pipemoe_4()
-    OUTPUT.table(
+    table(
         "PipeMoE, Fig. 4: the best of fixed numbers of chunks by the model, all layers of Table IV",
-        ("GPUs", *(f"r = {r}" for r in FIXED), "the worst takes longer by at most"),
-        [
-            (gpus, *(each.best_count[r] for r in FIXED), f"{each.worst_ratio:.0%}")
-            for gpus, each in fourth.items()
-        ],
-    )
+        [{"GPUs": gpus, **{str(r): each["best_count"][r] for r in FIXED}, **each} for gpus, each in fourth.items()],
+        *("GPUs", *map(str, FIXED), "worst_ratio"), **{str(r): f"r = {r}" for r in FIXED},
+    )  # fmt: skip
     without = [row for row in rows if not row.near and (row.mended is None or not row.term)]
     finish(
         {"rows": rows, "pipemoe_figure_4": fourth},

@@ -21,6 +21,7 @@ turns of messages on the limited link, on the device the experts of each chunk f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import statistics
@@ -30,18 +31,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from emulation import OUTPUT, DeviceSpeed, SleepingDevice, SleepingExperts, finish, options, run_ranks, start
+from emulation import OUTPUT, SleepingDevice, SlowExperts, finish, options, run_ranks, start, table
 
 from tierstore.links import CollectiveLink, LinkConfig, open_link
 from tierstore.machine_profile import Cost, fit_cost
 from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import ExpertShape, SaveActivations
 from tierstore.moe.dispatch import Dispatch, dispatch
-from tierstore.moe.exchange import ExchangedRows, rows_of
-from tierstore.moe.source import ChunkDegrees, Chunking, ExpertSourceRef
+from tierstore.moe.exchange import ExchangedRows, PassLoads, rows_of
+from tierstore.moe.source import ChunkDegrees, Chunking, ExpertSourceRef, InMemoryExperts
 from tierstore.parallel import Channel, Collective, Mesh, Work
 from tierstore.parallel.chunk_degree import (
     ChunkCosts,
@@ -59,7 +60,6 @@ from tierstore.parallel.limited import LimitedGroup
 from tierstore.reports.bars import Bar, BarPanel, draw_bars, joined
 from tierstore.stats import percentile
 from tierstore.timeline import NullTimeline, TimelineSink, TimelineSlice, Track, open_timeline, read_slices
-from tierstore.units import format_seconds
 
 #: Experts that a rank owns, if no other number is given. Their loads are drawn, so chunks are not quite equal.
 EXPERTS = 12
@@ -110,9 +110,9 @@ class Machine:
         return LinkConfig(bandwidth=bandwidth, latency=self.latency_s * self.slowdown)
 
     @property
-    def speed(self) -> DeviceSpeed:
+    def speed(self) -> Cost:
         seconds = 2 * EXCHANGE_S * self.slowdown / self.ratio - self.experts * EXPERT_START_S
-        return DeviceSpeed(EXPERT_START_S, seconds / ROWS[1])
+        return Cost(EXPERT_START_S, ROWS[1] / max(seconds, 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +169,24 @@ class DrawnGroup(LimitedGroup):
         return work
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Seconds of the slowest rank by degrees, then by round. Of the slowest rank in a pass: rows that travel, and rows that
-    are computed.
-    """
-
-    forward_s: list[list[float]]
-    backward_s: list[list[float]]
-    travelling: int
-    computed: int
+#: Seconds of the slowest rank, forward and backward, by degrees, then by round.
+Samples = list[list[list[float]]]
 
 
 class Passes:
     """Runs the passes of layers on the ranks that have joined; every rank calls it alike, and gets the same seconds."""
 
     def __init__(self, mesh: Mesh, link: DrawnLink) -> None:
-        self._mesh, self._link, self._device = mesh, link, SleepingDevice()
+        self.mesh, self._link = mesh, link
+
+    @classmethod
+    @contextlib.contextmanager
+    def of_ranks(cls) -> Iterator[Self]:
+        """A collective of all ranks."""
+        link = DrawnLink()
+        groups = partial(DrawnGroup, link=CollectiveLink(None), exchange=link)
+        with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
+            yield cls(mesh, link)
 
     def measure(
         self,
@@ -194,26 +195,26 @@ class Passes:
         degrees: Sequence[tuple[int, int]],
         rounds: int,
         timeline: TimelineSink | None = None,
-    ) -> Samples:
+    ) -> tuple[Samples, PassLoads]:
         """The passes of ``layer`` in ``degrees`` (forward, backward) chunks, in an order drawn anew each round, so that none
-        always follows the same other; the first round is not kept.
+        always follows the same other; the first round is not kept. And the rows of the slowest rank.
         """
         self._link.link, self._link.timeline = open_link(link), timeline or NullTimeline()
-        world, experts = self._mesh.data.size, layer.machine.experts * self._mesh.data.size
+        world, experts = self.mesh.data.size, layer.machine.experts * self.mesh.data.size
         slot = ExpertSourceRef(Chunking(timeline))
         shape = ExpertShape(ROW_BYTES // 4, HIDDEN)
-        slot.target = SleepingExperts(shape, self._device)
-        self._device.speed = layer.machine.speed
+        own = InMemoryExperts(shape, layers=[0], experts=experts)
+        slot.target = SlowExperts(own, SleepingDevice(layer.machine.speed))
         generator = torch.Generator().manual_seed(layer.seed)
         chosen_RT = torch.randint(experts, (world, layer.rows), generator=generator)
-        load_RE = torch.stack([own_T.bincount(minlength=experts) for own_T in chosen_RT])
-        plan = dispatch(chosen_RT[self._mesh.data.rank].unsqueeze(1), load_RE[self._mesh.data.rank])
+        load_RE = torch.stack([rank_T.bincount(minlength=experts) for rank_T in chosen_RT])
+        plan = dispatch(chosen_RT[self.mesh.data.rank].unsqueeze(1), load_RE[self.mesh.data.rank])
         x_TD = torch.randn(layer.rows, ROW_BYTES // 4, requires_grad=True)
         weight_TK, grad_TD = torch.ones(layer.rows, 1), torch.ones_like(x_TD)
 
         def rows(parts: int) -> tuple[Dispatch, ExchangedRows]:
             # Found anew in every pass, as a training step does.
-            divided, found = rows_of(plan, load_RE, self._mesh, training=True, parts=parts)
+            divided, found = rows_of(plan, load_RE, self.mesh, training=True, parts=parts)
             assert isinstance(found, ExchangedRows)
             return divided, found
 
@@ -222,13 +223,13 @@ class Passes:
         for number in range(rounds + 1):
             for place in draw.sample(places, len(places)):
                 parts = -(-max(degrees[place]) // layer.machine.experts)
-                slot.chunking.degrees = ChunkDegrees(*degrees[place], parts)
-                self._mesh.data.barrier()
+                slot.pipelining.degrees = ChunkDegrees(*degrees[place], parts)
+                self.mesh.data.barrier()
                 started = time.perf_counter()
                 call = ExpertPass(0, shape, slot, *rows(parts), Weighting.BY_EXPERT, SaveActivations.SAVE)
                 y_TD = compute_experts(x_TD, weight_TK, call)
                 forward_s = time.perf_counter() - started
-                self._mesh.data.barrier()
+                self.mesh.data.barrier()
                 started = time.perf_counter()
                 torch.autograd.backward(y_TD, grad_TD)
                 if number:
@@ -236,13 +237,12 @@ class Passes:
         most = rows(1)[1].most()
         self._link.link, self._link.timeline = None, NullTimeline()
         if rounds:
-            self._mesh.world.max(spent)
-        forward, backward = spent.tolist()
-        return Samples(forward, backward, int(most.travelling), int(most.computed))
+            self.mesh.world.max(spent)
+        return spent.tolist(), most
 
     def exchanges(self, link: LinkConfig, sizes: Sequence[int], rounds: int) -> list[list[float]]:
         """Seconds of all-to-alls in which a rank sends each of ``sizes`` bytes, by size, then by round."""
-        group = self._mesh.data
+        group = self.mesh.data
         self._link.link = open_link(link)
         spent = torch.zeros(len(sizes), rounds + 1, dtype=torch.float64)
         for number in range(rounds + 1):
@@ -255,7 +255,7 @@ class Passes:
                 group.all_to_all(received, given, splits, splits).wait()
                 spent[place, number] = time.perf_counter() - started
         self._link.link = None
-        self._mesh.world.max(spent)
+        self.mesh.world.max(spent)
         found: list[list[float]] = spent[:, 1:].tolist()
         return found
 
@@ -315,11 +315,12 @@ class Models:
         device = machine.ratio, machine.experts
         if device not in self._devices:
             self._devices[device] = self._fit_device(machine)
-        loads = self._passes.measure(layer, machine.link, [(1, 1)], rounds=0)
-        exchange, sent = self._exchanges[machine.link], loads.travelling * ROW_BYTES
+        _, loads = self._passes.measure(layer, machine.link, [(1, 1)], rounds=0)
+        exchange, travelling = self._exchanges[machine.link], loads.travelling
+        sent = travelling * ROW_BYTES
         ways = (
             forward_pass(sent, 0.0),
-            backward_pass(sent, 0.0, weights_bytes=loads.travelling * WEIGHT_BYTES),
+            backward_pass(sent, 0.0, weights_bytes=travelling * WEIGHT_BYTES),
         )
         found = []
         for way, computed in zip(ways, self._devices[device], strict=True):
@@ -343,9 +344,11 @@ class Models:
         for _ in range(FITTED_TURNS):
             for seed, rows in enumerate(FITTED_ROWS, start=1000):
                 layer, degrees = Layer(machine, rows, seed), [(r, r) for r in FITTED_DEGREES]
-                found = self._passes.measure(layer, LinkConfig(), degrees, FITTED_ROUNDS)
-                for pooled, times in zip(samples, (found.forward_s, found.backward_s), strict=True):
-                    for kept, more in zip(pooled.setdefault(found.computed, [[], []]), times, strict=True):
+                found, loads = self._passes.measure(layer, LinkConfig(), degrees, FITTED_ROUNDS)
+                for pooled, times in zip(samples, found, strict=True):
+                    for kept, more in zip(
+                        pooled.setdefault(int(loads.computed), [[], []]), times, strict=True
+                    ):
                         kept += more
         return [fit_pass(pooled) for pooled in samples]
 
@@ -403,26 +406,18 @@ def score(
 
 def rank(chosen: Sequence[Layer], rounds: int) -> list[dict[str, Any]]:
     """Scores of ``chosen``, alike on all ranks."""
-    link = DrawnLink()
-    groups = partial(DrawnGroup, link=CollectiveLink(None), exchange=link)
     rows = []
-    with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
-        passes = Passes(mesh, link)
+    with Passes.of_ranks() as passes:
         models = Models(passes)
         for layer in chosen:
             predicted = models.predict(layer)
             experts, most = layer.machine.experts, max(DEGREES)
-            auto = chosen_degrees(
-                [(of.costs, of.work) for of in predicted],
-                present=(1, 1),
-                owned=min(experts, most),
-                most=most,
-            )
+            ways = [(of.costs, of.work) for of in predicted]
+            auto = chosen_degrees(ways, present=(1, 1), owned=min(experts, most), most=most)
             degrees = [*((r, r) for r in DEGREES), (auto[0].degree, auto[1].degree)]
-            found = passes.measure(layer, layer.machine.link, degrees, rounds)
-            for phase, of, choice, samples in zip(
-                ("forward", "backward"), predicted, auto, (found.forward_s, found.backward_s), strict=True
-            ):
+            found, _ = passes.measure(layer, layer.machine.link, degrees, rounds)
+            each = zip(("forward", "backward"), predicted, auto, found, strict=True)
+            for phase, of, choice, samples in each:
                 rows.append(score(layer, phase, of, choice, samples))
     return rows
 
@@ -490,15 +485,13 @@ class DrawnPass:
 
 def draw_rank(timelines: str, slowdown: float, rounds: int) -> None:
     """Passes in 1, 2 and 4 chunks; rank 0 writes their timelines."""
-    link = DrawnLink()
-    groups = partial(DrawnGroup, link=CollectiveLink(None), exchange=link)
-    with launch(ParallelConfig(timeout_s=60.0), device="cpu", make_group=groups) as mesh:
+    with Passes.of_ranks() as passes:
         layer = Layer(Machine(2, LATENCIES_S[0], 1.0, slowdown), ROWS[1], 1)
         for chunks in DRAWN:
             # One file cannot hold the timelines of two ranks.
-            path = Path(timelines) / f"{chunks}.json" if mesh.world.rank == 0 else None
+            path = Path(timelines) / f"{chunks}.json" if passes.mesh.world.rank == 0 else None
             with open_timeline(path) as timeline:
-                Passes(mesh, link).measure(layer, layer.machine.link, [(chunks, chunks)], rounds, timeline)
+                passes.measure(layer, layer.machine.link, [(chunks, chunks)], rounds, timeline)
 
 
 def fastest_passes(slices: Mapping[str, Sequence[TimelineSlice]]) -> tuple[DrawnPass, DrawnPass]:
@@ -540,10 +533,7 @@ def draw(drawn: Mapping[int, tuple[DrawnPass, DrawnPass]]) -> str:
             ((each.begin - zero) / 1e3, f"{phase}: {(each.end - each.begin) / 1e3:.0f} ms")
             for phase, each in zip(("forward", "backward"), passes, strict=True)
         ]
-        rows = {
-            "network": [bar for each in passes for bar in _message_bars(each, zero)],
-            "experts": [bar for each in passes for bar in _expert_bars(each, zero)],
-        }
+        rows = {"network": list(_message_bars(passes, zero)), "experts": list(_expert_bars(passes, zero))}
         panels.append(BarPanel(heading=f"r = {chunks}", marks=marks, rows=rows))
     length = max(backward.end - forward.begin for forward, backward in drawn.values())
     caption = (
@@ -552,17 +542,18 @@ def draw(drawn: Mapping[int, tuple[DrawnPass, DrawnPass]]) -> str:
     return draw_bars(panels, length=length / 1e3, caption=caption)
 
 
-def _message_bars(drawn: DrawnPass, zero: float) -> Iterator[Bar]:
+def _message_bars(passes: Sequence[DrawnPass], zero: float) -> Iterator[Bar]:
     """A bar for what each chunk sends one way: in the backward pass rows, with their weights in a message of its own."""
-    for name, parts in itertools.groupby(drawn.network, key=lambda each: each.name):
+    messages = [each for drawn in passes for each in drawn.network]
+    for name, parts in itertools.groupby(messages, key=lambda each: each.name):
         *_, what, _, number = name.split()
         # Messages no more than 0.2 ms apart are one bar.
         spans = joined([((each.begin - zero) / 1e3, (each.end - zero) / 1e3) for each in parts], 0.2)
         yield from (Bar(*span, COLOURS[what], f"{what[0]}{number}") for span in spans)
 
 
-def _expert_bars(drawn: DrawnPass, zero: float) -> Iterator[Bar]:
-    for name, begin, end in drawn.device:
+def _expert_bars(passes: Sequence[DrawnPass], zero: float) -> Iterator[Bar]:
+    for name, begin, end in itertools.chain(*(drawn.device for drawn in passes)):
         phase, *_, number = name.split()
         yield Bar((begin - zero) / 1e3, (end - zero) / 1e3, COLOURS[phase], f"e{number}")
 
@@ -580,26 +571,16 @@ def main() -> None:
         finish({"drawn_pass_s": seconds})
     rows: list[dict[str, Any]] = []
     for experts in asked.experts:
-        for ranks, of in itertools.groupby(
-            layers(asked.layers, asked.slowdown, experts), key=lambda each: each.machine.ranks
-        ):
-            rows += run_ranks(rank, ranks, list(of), asked.rounds)[0]
+        every = layers(asked.layers, asked.slowdown, experts)
+        for ranks in RANKS:
+            of_size = [layer for layer in every if layer.machine.ranks == ranks]
+            rows += run_ranks(rank, ranks, of_size, asked.rounds)[0] if of_size else []
     found, saved = summary(rows), saved_by_experts(rows)
-    OUTPUT.table(
-        f"{len(rows) // 2} layers, forward and backward, {asked.rounds} rounds",
-        (
-            *("pass", "ranks", "experts", "rows", "start", "communication / computation"),
-            *("AUTO's r", "best r", "AUTO", "best", "r = 1", "/ best", "/ r = 1", "predicted"),
-        ),
-        [
-            (
-                row["phase"], row["ranks"], row["experts_count"], row["rows_count"], format_seconds(row["latency_s"]),
-                f"{row['communication_to_computation_ratio']:.2f}", row["auto_chunks_count"], row["best_chunks_count"],
-                *(format_seconds(row[name]) for name in ("auto_s", "best_s", "one_s")),
-                f"{row['to_best_ratio']:.3f}", f"{row['to_one_ratio']:.3f}", format_seconds(row["predicted_s"]),
-            )
-            for row in rows
-        ],
+    table(
+        f"{len(rows) // 2} layers, forward and backward, {asked.rounds} rounds", rows, "phase", "ranks", "experts_count",
+        "rows_count", "latency_s", "communication_to_computation_ratio", "auto_chunks_count", "best_chunks_count", "auto_s",
+        "best_s", "one_s", "to_best_ratio", "to_one_ratio", "predicted_s",
+        auto_chunks_count="AUTO's r", best_chunks_count="best r", one_s="r = 1",
     )  # fmt: skip
     OUTPUT.line(
         f"AUTO within 5% of the best r in {found['close_share_ratio']:.1%} of {len(rows)} passes (wanted: 95%), worst "
@@ -612,20 +593,10 @@ def main() -> None:
             f"overlap, where communication equals computation: at most {found['overlap_worst_ratio']:.3f} of 1.2 x the "
             "longer plus what cannot overlap"
         )
-    OUTPUT.table(
-        "what AUTO saves of a pass's time: mean, median (highest)",
-        ("experts of a rank", *saved[0]["saved"]),
-        [
-            (
-                of["experts_count"],
-                *(
-                    f"{one['mean_ratio']:.1%}, {one['median_ratio']:.1%} ({one['highest_ratio']:.1%})"
-                    for one in of["saved"].values()
-                ),
-            )
-            for of in saved
-        ],
-    )
+    for of in saved:
+        compared = [{"of": name, **ratios} for name, ratios in of["saved"].items()]
+        title = f"what AUTO saves of a pass's time, with {of['experts_count']} experts on a rank"
+        table(title, compared, "of", "mean_ratio", "median_ratio", "highest_ratio")
     finish({**found, "by_experts": saved, "passes": rows})
 
 

@@ -38,7 +38,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from emulation import OUTPUT, finish, options, start
+from emulation import OUTPUT, finish, options, start, table
 
 from tierstore.parallel.chunk_degree import (
     ChunkCosts,
@@ -100,10 +100,8 @@ def algorithm_1(
 
     ``seconds``: what a pass in r chunks takes, which chooses between the whole numbers beside a real r.
     """
-    a, ae = (
-        costs.alpha_a * (work.dispatch.starts + work.combine.starts) / 2,
-        costs.alpha_e * work.experts.starts,
-    )
+    a = costs.alpha_a * (work.dispatch.starts + work.combine.starts) / 2
+    ae = costs.alpha_e * work.experts.starts
     bn = costs.beta_a * (work.dispatch.amount + work.combine.amount) / 2
     w = costs.beta_e * work.experts.amount
     t1 = 2 * (ae + w) + a + bn  # line 5
@@ -207,37 +205,28 @@ def table6(gpus: int) -> dict[str, tuple[float, float]]:
 # The simulation ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTimes:
-    """Seconds of one chunk's dispatch, of its experts and of its combine."""
-
-    dispatch: float
-    experts: float
-    combine: float
+#: Seconds of one chunk's dispatch, of its experts and of its combine.
+ChunkTimes = tuple[float, float, float]
 
 
 def equal_chunks(costs: ChunkCosts, work: LayerPass, degree: int) -> list[ChunkTimes]:
     """``work`` in ``degree`` equal chunks."""
-    one = ChunkTimes(
-        costs.alpha_a * work.dispatch.starts + costs.beta_a * work.dispatch.amount / degree,
-        costs.alpha_e * work.experts.starts + costs.beta_e * work.experts.amount / degree,
-        costs.alpha_a * work.combine.starts + costs.beta_a * work.combine.amount / degree,
-    )
-    return [one] * degree
+
+    def seconds(share: Share, alpha: float, beta: float) -> float:
+        return alpha * share.starts + beta * share.amount / degree
+
+    dispatch, combine = (seconds(way, costs.alpha_a, costs.beta_a) for way in (work.dispatch, work.combine))
+    return [(dispatch, seconds(work.experts, costs.alpha_e, costs.beta_e), combine)] * degree
 
 
 def simulate_chunks(chunks: Sequence[ChunkTimes]) -> Run[Operation]:
     """When each operation of ``chunks`` begins and ends: r dispatches, r computations, r combines."""
     count = len(chunks)
+    # A chunk's number stands where bytes would.
     listed = [Operation(Kind.ALL_TO_ALL, 0, chunk, ()) for chunk in range(count)]
     listed += [Operation(Kind.EXPERT, 1, chunk, (chunk,)) for chunk in range(count)]
     listed += [Operation(Kind.ALL_TO_ALL, 2, chunk, (count + chunk,)) for chunk in range(count)]
-
-    def seconds(operation: Operation) -> float:
-        chunk = chunks[operation.nbytes]  # its number stands where bytes would
-        return (chunk.dispatch, chunk.experts, chunk.combine)[operation.position]
-
-    return simulate(listed, seconds)
+    return simulate(listed, lambda operation: chunks[operation.nbytes][operation.position])
 
 
 def exhaustive_degree(costs: ChunkCosts, work: LayerPass, *, most: int) -> Degree:
@@ -313,15 +302,14 @@ def main() -> None:
         f"{found['algorithm_1_worst_ratio']:.2f} x the best"
     )
     saved = {gpus: table6(gpus) for gpus in ALL_TO_ALL}
-    OUTPUT.table(
-        "what AUTO saves of the time of Table IV's layers: mean (highest); below, the paper's Table VI",
-        ("GPUs", *saved[16]),
-        [
-            (gpus, *(f"{mean:.1%} ({highest:.1%})" for mean, highest in each), *[""] * (len(own) - len(each)))
-            for gpus, own in saved.items()
-            for each in (list(own.values()), TABLE6[gpus])
-        ],
-    )
+    printed = {gpus: dict(zip(saved[gpus], TABLE6[gpus], strict=False)) for gpus in saved}
+    rows = [
+        {"GPUs": gpus, **{name: f"{mean:.1%} ({highest:.1%})" for name, (mean, highest) in each.items()}}
+        for gpus in saved
+        for each in (saved[gpus], printed[gpus])
+    ]
+    title = "what AUTO saves of the time of Table IV's layers: mean (highest); below, the paper's Table VI"
+    table(title, rows, *rows[0])
     found["saved_ratio"] = saved
     finish(found, ["the exact solver is not exact"] if found["disagreements_count"] else [])
 

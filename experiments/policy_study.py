@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from emulation import OUTPUT, finish, start
@@ -29,12 +30,13 @@ from tierstore.lab.importing import SourceKind, detect_kind, import_trace
 from tierstore.lab.miss_curves import REPORT_WINDOWS, all_policies, curves
 from tierstore.lab.requests import Requests, load_requests
 from tierstore.lab.results import Outcome, RegimeStudy, Role, Study, TuneResult
-from tierstore.lab.simulate import Contract, PolicySpec, Replayed, ReplaySetting, replay_each
+from tierstore.lab.simulate import Contract, PolicySpec, ReplaySetting, replay_each
 from tierstore.lab.tuning import LEAST_STEPS, Hindsight, TuneOptions, half_life_map, regime_study, tune
 from tierstore.outputs import OutputKind, write_output
 from tierstore.trace.format import MAGIC
 from tierstore.units import printable
 
+T = TypeVar("T")
 #: Nine regimes of one routing trace; a recorded run of our own is the tenth.
 TOPK_REGIMES: Mapping[str, Mapping[str, object]] = {
     "decode, 1 sequence": {"regime": "decode", "sequences": 1},
@@ -123,48 +125,31 @@ def _regimes(
 
 
 def _regime(name: str, requests: Requests, options: StudyOptions, say: Callable[[str], None]) -> RegimeStudy:
-    everything = TuneOptions(
-        contract=options.contract,
-        threads=options.threads,
-        seed=options.seed,
-        hindsight=Hindsight.ALL,
-    )
+    replay: dict[str, Any] = {"contract": options.contract, "threads": options.threads}
+    machine, everything = options.machine, TuneOptions(**replay, seed=options.seed, hindsight=Hindsight.ALL)
     tunings = {}
     for capacity in options.tuned_at:
         say(f"{name}: tuning at {capacity:.0%}")
-        tunings[capacity] = tune(requests, capacity, everything, machine=options.machine)
+        tunings[capacity] = tune(requests, capacity, everything, machine=machine)
     say(f"{name}: tuning LFU-decay against LRU")
     alone = replace(
-        everything,
-        policies=("lfu-decay",),
-        scopes=(Scope.GLOBAL,),
-        baseline=Candidate(PolicySpec("lru")),
+        everything, policies=("lfu-decay",), scopes=(Scope.GLOBAL,), baseline=Candidate(PolicySpec("lru")),
         hindsight=Hindsight.FINALISTS,
-    )
-    against_lru = tune(requests, options.focus, alone, machine=options.machine)
+    )  # fmt: skip
+    against_lru = tune(requests, options.focus, alone, machine=machine)
     say(f"{name}: half-lives")
-    lives = half_life_map(
-        requests, options.half_life_capacities, contract=options.contract, threads=options.threads
-    )
+    lives = half_life_map(requests, options.half_life_capacities, **replay)
     say(f"{name}: curves")
     found = curves(
         requests,
         all_policies(requests),
         options.capacities,
-        contract=options.contract,
-        machine=options.machine,
+        machine=machine,
         windows=REPORT_WINDOWS,
-        threads=options.threads,
+        **replay,
     )
-    drawn = regime_study(
-        requests,
-        found,
-        name=name,
-        contract=options.contract,
-        tuning=tunings[options.focus],
-        half_life=lives,
-        threads=options.threads,
-    )
+    tuning = tunings[options.focus]
+    drawn = regime_study(requests, found, name=name, tuning=tuning, half_life=lives, **replay)
     say(f"{name}: quotas for layers")
     return replace(
         drawn,
@@ -183,11 +168,10 @@ def _layered(requests: Requests, options: StudyOptions) -> tuple[Outcome, ...]:
     settings = [
         ReplaySetting(spec, capacity, Scope.LAYER, options.contract) for spec in all_policies(requests)
     ]
-
-    def reduce(replayed: Replayed) -> Outcome:
-        return with_costs(requests, replayed, options.machine)
-
-    return tuple(replay_each(requests, settings, reduce, threads=options.threads))
+    outcomes = replay_each(
+        requests, settings, lambda each: with_costs(requests, each, options.machine), threads=options.threads
+    )
+    return tuple(outcomes)
 
 
 # Tables -----------------------------------------------------------------------------------------------------
@@ -199,16 +183,28 @@ _WITHIN = 0.01  # of the best in hindsight: what a choice is held to
 def study_markdown(study: Study) -> str:
     """Every table of the study, each under a heading."""
     regimes = study.regimes
+    writing = [regime for regime in regimes if any(one.written_bytes for one in regime.focused())]
+
+    def misses(one: Outcome) -> str:
+        return _ratio(one.miss_ratio)
+
     parts = [
         ("Regimes", _regime_table(regimes)),
-        ("Miss ratio, one cache for all layers", _by_policy(regimes, RegimeStudy.focused, _miss_ratio)),
-        (
-            "Miss ratio, a quota for each layer",
-            _by_policy(regimes, lambda regime: regime.layered, _miss_ratio),
-        ),
+        ("Miss ratio, one cache for all layers", _by_policy(regimes, RegimeStudy.focused, misses)),
+        ("Miss ratio, a quota for each layer", _by_policy(regimes, lambda regime: regime.layered, misses)),
         ("Distance from the bound", _distances(regimes)),
-        ("Written back, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _written)),
-        ("Read and written, MB a step", _by_policy(_writing(regimes), RegimeStudy.focused, _moved)),
+        (
+            "Written back, MB a step",
+            _by_policy(writing, RegimeStudy.focused, lambda one: f"{one.written_per_step / 1e6:,.0f}"),
+        ),
+        (
+            "Read and written, MB a step",
+            _by_policy(
+                writing,
+                RegimeStudy.focused,
+                lambda one: f"{(one.read_per_step + one.written_per_step) / 1e6:,.0f}",
+            ),
+        ),
         ("LFU-decay tuned on the first half, against LRU on the second", _against_lru(regimes)),
         ("The tuner's choice on the first half, scored on the second", _choices(regimes)),
         ("Miss ratio over capacity", _over_capacity(regimes)),
@@ -233,42 +229,30 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*head, *lines]) + "\n"
 
 
+def _cells(rows: Iterable[T], columns: Sequence[tuple[str, Callable[[T], str]]]) -> str:
+    """The table of ``rows``, whose ``columns`` each have a title and the text of a row."""
+    return _table([title for title, _ in columns], [[text(row) for _, text in columns] for row in rows])
+
+
 def _ratio(value: float) -> str:
     return f"{value:.4f}".removeprefix("0")
 
 
-def _miss_ratio(one: Outcome) -> str:
-    return _ratio(one.miss_ratio)
-
-
-def _written(one: Outcome) -> str:
-    return f"{one.written_per_step / 1e6:,.0f}"
-
-
-def _moved(one: Outcome) -> str:
-    return f"{(one.read_per_step + one.written_per_step) / 1e6:,.0f}"
-
-
-def _writing(regimes: Sequence[RegimeStudy]) -> list[RegimeStudy]:
-    return [regime for regime in regimes if any(one.written_bytes for one in regime.focused())]
-
-
 def _regime_table(regimes: Sequence[RegimeStudy]) -> str:
-    columns = ("regime", "steps", "requests", "records", "asked for of a layer", "contract", "trace")
-    return _table(
-        columns,
-        (
+    return _cells(
+        regimes,
+        [
+            ("regime", lambda regime: regime.name),
+            ("steps", lambda regime: f"{regime.trace.steps:,}"),
+            ("requests", lambda regime: f"{regime.trace.requests:,}"),
+            ("records", lambda regime: f"{regime.trace.records:,}"),
             (
-                regime.name,
-                f"{regime.trace.steps:,}",
-                f"{regime.trace.requests:,}",
-                f"{regime.trace.records:,}",
-                f"{regime.active_per_layer:.1f} of {regime.records_per_layer:.0f}",
-                regime.contract,
-                f"`{regime.trace.sha256[:12]}`",
-            )
-            for regime in regimes
-        ),
+                "asked for of a layer",
+                lambda regime: f"{regime.active_per_layer:.1f} of {regime.records_per_layer:.0f}",
+            ),
+            ("contract", lambda regime: regime.contract),
+            ("trace", lambda regime: f"`{regime.trace.sha256[:12]}`"),
+        ],
     )
 
 
@@ -292,14 +276,9 @@ def _by_policy(
         least = min(policies, key=lambda one: float(shown(one).replace(",", "")))
         return f"**{text}**" if outcomes[label] in policies and text == shown(least) else text
 
-    no_bound = {
-        one.label for _, outcomes in found for one in outcomes.values() if one.role is Role.CLAIRVOYANT
-    }
+    no_bound = {one.label for _, all_ in found for one in all_.values() if one.role is Role.CLAIRVOYANT}
     rows = [
-        [
-            f"{label} (clairvoyant)" if label in no_bound else label,
-            *(cell(outcomes, label) for _, outcomes in found),
-        ]
+        [f"{label} (clairvoyant)" if label in no_bound else label, *(cell(of, label) for _, of in found)]
         for label in labels
     ]
     return _table(["policy", *(name for name, _ in found)], rows)
@@ -326,57 +305,38 @@ def _distances(regimes: Sequence[RegimeStudy]) -> str:
     return _table(columns, rows)
 
 
-def _described(one: Outcome) -> str:
-    return f"{one.label}, {one.scope}"
-
-
 def _against_lru(regimes: Sequence[RegimeStudy]) -> str:
-    rows = [
-        (
-            regime.name,
-            tuned.chosen.label,
-            _ratio(tuned.baseline.miss_ratio),
-            _ratio(tuned.chosen.miss_ratio),
-            f"{tuned.gain:+.4f} ({tuned.gain_low:+.4f} to {tuned.gain_high:+.4f})",
-            tuned.verdict.value,
-        )
-        for regime in regimes
-        if (tuned := regime.against_lru) is not None
-    ]
-    return _table(("regime", "tuned", "LRU", "LFU-decay", "gain, 95% interval", "verdict"), rows)
+    return _cells(
+        [(regime, tuned) for regime in regimes if (tuned := regime.against_lru) is not None],
+        [
+            ("regime", lambda of: of[0].name),
+            ("tuned", lambda of: of[1].chosen.label),
+            ("LRU", lambda of: _ratio(of[1].baseline.miss_ratio)),
+            ("LFU-decay", lambda of: _ratio(of[1].chosen.miss_ratio)),
+            (
+                "gain, 95% interval",
+                lambda of: f"{of[1].gain:+.4f} ({of[1].gain_low:+.4f} to {of[1].gain_high:+.4f})",
+            ),
+            ("verdict", lambda of: of[1].verdict.value),
+        ],
+    )
 
 
 def _choices(regimes: Sequence[RegimeStudy]) -> str:
-    tunings = [(regime, tuned) for regime in regimes for tuned in _tunings(regime)]
-    rows = [
-        (
-            f"{regime.name}, {tuned.chosen.capacity_fraction:.0%}",
-            _described(tuned.chosen),
-            _ratio(tuned.chosen.miss_ratio),
-            _ratio(tuned.baseline.miss_ratio),
-            _described(tuned.best),
-            _ratio(tuned.best.miss_ratio),
-            f"{tuned.regret:.2%}",
-            tuned.verdict.value,
-        )
-        for regime, tuned in tunings
-    ]
-    if not rows:
-        return ""
-    table = _table(
-        (
-            "regime, capacity",
-            "chosen",
-            "misses",
-            "default",
-            "best tried, in hindsight",
-            "misses",
-            "regret",
-            "verdict",
-        ),
-        rows,
+    table = _cells(
+        [(regime, tuned) for regime in regimes for tuned in _tunings(regime)],
+        [
+            ("regime, capacity", lambda of: f"{of[0].name}, {of[1].chosen.capacity_fraction:.0%}"),
+            ("chosen", lambda of: f"{of[1].chosen.label}, {of[1].chosen.scope}"),
+            ("misses", lambda of: _ratio(of[1].chosen.miss_ratio)),
+            ("default", lambda of: _ratio(of[1].baseline.miss_ratio)),
+            ("best tried, in hindsight", lambda of: f"{of[1].best.label}, {of[1].best.scope}"),
+            ("misses", lambda of: _ratio(of[1].best.miss_ratio)),
+            ("regret", lambda of: f"{of[1].regret:.2%}"),
+            ("verdict", lambda of: of[1].verdict.value),
+        ],
     )
-    return f"{table}\n{_near(regimes)}\n"
+    return table and f"{table}\n{_near(regimes)}\n"
 
 
 def _near(regimes: Sequence[RegimeStudy]) -> str:

@@ -33,12 +33,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import layouts
 import torch
-from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
+from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, table, timed
 from torch import Tensor
 
 from tierstore._native import Link
@@ -53,7 +54,7 @@ from tierstore.plan.layout_workload import LayoutChoice
 from tierstore.plan.papers import RowBytes
 from tierstore.stats import median_line
 from tierstore.train.trainer import Trainer
-from tierstore.units import format_bytes, format_seconds
+from tierstore.units import format_seconds
 
 #: (T, K): tensor-parallel ranks, experts a token.
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
@@ -80,10 +81,6 @@ def crossing(speeds: Sequence[float], ratios: Sequence[float]) -> float | None:
     return found if speeds[0] <= found <= speeds[-1] else None
 
 
-def formulas(tokens: int, width: int, ranks: int, top_k: int) -> RowBytes:
-    return RowBytes(tokens=tokens, width=width, itemsize=ITEM_BYTES, ranks=ranks, top_k=top_k)
-
-
 def expected_speeds(of: RowBytes) -> dict[str, float]:
     return {"rows": of.rows_crossover, "all-reduce": of.all_reduce_crossover}
 
@@ -93,7 +90,9 @@ class Case:
 
     def __init__(self, world: RankGroup, tokens: int, width: int, top_k: int) -> None:
         self._world, self._width, self._top_k = world, width, top_k
-        self.formulas = formulas(tokens, width, world.size, top_k)
+        self.formulas = RowBytes(
+            tokens=tokens, width=width, itemsize=ITEM_BYTES, ranks=world.size, top_k=top_k
+        )
         turn_T = torch.arange(tokens) % EXPERTS
         #: Token i goes to experts i, i + 1, ...: in any run of tokens each expert is chosen equally often.
         expert_TK = (turn_T.unsqueeze(1) + torch.arange(top_k)) % EXPERTS
@@ -117,8 +116,10 @@ class Case:
                 link, other = self._group(speed * expected * between), self._group(between)
                 ratios = []
                 for number in range(rounds + 1):
-                    within = self._timed(way, link)
-                    across, again = (self._timed("all-to-all", other) for _ in range(2))
+                    within = timed(self._world, partial(self._send, way, link))
+                    across, again = (
+                        timed(self._world, partial(self._send, "all-to-all", other)) for _ in range(2)
+                    )
                     if number:  # the first touches memory, and opens connections
                         ratios.append(2 * within / (across + again))
                         noise.append(abs(across / again - 1))
@@ -135,13 +136,6 @@ class Case:
         world = self._world
         communicators = {channel: world.communicator(channel) for channel in Channel}
         return LimitedGroup(world.rank, world.ranks, communicators, link=Link(bandwidth))
-
-    def _timed(self, way: str, group: RankGroup) -> float:
-        self._world.barrier()
-        started = time.perf_counter()
-        self._send(way, group)
-        self._world.barrier()
-        return time.perf_counter() - started
 
     def _plan(self, way: str) -> Dispatch:
         return self._whole if way == "rows" else self._own
@@ -193,12 +187,11 @@ def rank(cases: Sequence[int], tokens: int, width: int, rounds: int, pass_s: flo
         return [Case(mesh.world, tokens, width, top_k).measure(rounds, pass_s) for top_k in cases]
 
 
-def result(
-    of: RowBytes, ranks: int, top_k: int, tokens: int, found: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def result(of: RowBytes, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One case: what all ranks sent beside the formulas, and its crossovers."""
+    ranks, top_k = of.ranks, of.top_k
     # A row's weight goes beside its gradient, to the expert and back; rows that stay need it once.
-    weights = top_k * tokens * (ranks - 1) / ranks * ITEM_BYTES
+    weights = top_k * of.tokens * (ranks - 1) / ranks * ITEM_BYTES
     messages = {"rows": of.rows, "all-reduce": of.all_reduce, "all-to-all": of.all_to_all}
     passes = {"rows": 2 * of.rows + weights, "all-to-all": 2 * of.all_to_all + 2 * weights / ranks}
     sent = {}
@@ -261,7 +254,7 @@ def compare(ranks: int, seq_len: int, rounds: int, steps: int) -> list[dict[str,
     twins, answers, found = [], [], []
     counts = (1, 1, ranks, 1), (1, ranks // 2, 2, 2), (ranks // 2, 1, 2, 2)
     for layout, every in itertools.product(dict.fromkeys(Layout(*of) for of in counts), (0, 2)):
-        size = layouts.Size(rows=4, seq_len=seq_len, layers=4, micro_batches=ranks // layout.data)
+        size = {"rows": 4, "seq_len": seq_len, "layers": 4, "micro_batches": ranks // layout.data}
         link = BETWEEN if layout.tensor == 1 else WITHIN
         further = {
             "model.d_ff": 256,
@@ -269,9 +262,8 @@ def compare(ranks: int, seq_len: int, rounds: int, steps: int) -> list[dict[str,
             "model.moe_every": every,
             "links.exchange.bandwidth": link,
         }
-        twins.append(
-            layouts.Case(kind="twin", choice=LayoutChoice(layout), size=size, further=tuple(further.items()))
-        )
+        choice = LayoutChoice(layout)
+        twins.append(layouts.Case(kind="twin", choice=choice, further=tuple(further.items()), **size))
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as made:
             (Path(made) / "text").write_bytes(random.Random(0).randbytes(layouts.TEXT_BYTES))
@@ -297,50 +289,30 @@ def main() -> None:
         top_ks = [top_k for size, top_k in CASES if size == ranks]
         answers = run_ranks(rank, ranks, top_ks, asked.tokens, asked.width, asked.rounds, asked.pass_s)
         for number, top_k in enumerate(top_ks):
-            of = formulas(asked.tokens, asked.width, ranks, top_k)
-            cases.append(result(of, ranks, top_k, asked.tokens, [answer[number] for answer in answers]))
-    OUTPUT.table(
-        f"bytes of all ranks, {asked.tokens} tokens of {asked.width} elements, gloo",
-        ("ranks", "experts a token", "way", "a forward pass", "by formula", "both passes", "by formula"),
-        [
-            (
-                case["tensor_ranks_count"], case["top_k_count"], way,
-                *(format_bytes(of[name]) if name in of else "-" for name in COLUMNS),
+            of = RowBytes(
+                tokens=asked.tokens, width=asked.width, itemsize=ITEM_BYTES, ranks=ranks, top_k=top_k
             )
-            for case in cases
-            for way, of in case["sent"].items()
-        ],
-    )  # fmt: skip
-    crossovers = [
-        (case, way, of, of["found_ratio"]) for case in cases for way, of in case["crossovers"].items()
-    ]
-    OUTPUT.table(
+            cases.append(result(of, [answer[number] for answer in answers]))
+    sent, crossovers = (
+        [{**case, "way": way, **of} for case in cases for way, of in case[part].items()]
+        for part in ("sent", "crossovers")
+    )
+    case_of = ("tensor_ranks_count", "top_k_count", "way")
+    title = f"bytes of all ranks, {asked.tokens} tokens of {asked.width} elements, gloo"
+    table(title, sent, *case_of, *COLUMNS)
+    table(
         "the speed of links within the group, in times of those between, at which both take equally long "
         f"({format_seconds(asked.pass_s)} a pass, {asked.rounds} rounds)",
-        ("ranks", "experts a token", "way", "expected", "found", "off by", "noise floor"),
-        [
-            (
-                case["tensor_ranks_count"], case["top_k_count"], way, f"{of['expected_ratio']:.3g}",
-                "-" if found is None else f"{found:.3g}",
-                "-" if found is None else f"{abs(found / of['expected_ratio'] - 1):.1%}",
-                f"{case['noise_ratio']:.1%}",
-            )
-            for case, way, of, found in crossovers
-        ],
+        crossovers, *case_of, "expected_ratio", "found_ratio", "noise_ratio",
     )  # fmt: skip
     compared = [of for n in asked.ranks for of in compare(n, asked.seq_len, asked.rounds, asked.steps)]
-    OUTPUT.table(
+    table(
         f"a MoE and its dense backbone: steps (medians of {asked.rounds} rounds of {asked.steps}), parts of forward passes",
-        ("layout", "backbone", "MoE", *(name.replace("_", " ") for name in RATIOS)),
-        [
-            (of["layout"], *(f"{of[f'{way}_step_s']:.2f} s" for way in ("backbone", "moe")),
-             *(f"{of[f'{name}_ratio']:.1%}" for name in RATIOS))
-            for of in compared
-        ],
+        compared, "layout", "backbone_step_s", "moe_step_s", *(f"{name}_ratio" for name in RATIOS),
     )  # fmt: skip
     near = sum(
-        found is not None and abs(found / of["expected_ratio"] - 1) <= TOLERANCE
-        for _, _, of, found in crossovers
+        of["found_ratio"] is not None and abs(of["found_ratio"] / of["expected_ratio"] - 1) <= TOLERANCE
+        for of in crossovers
     )
     OUTPUT.line(f"crossovers within {TOLERANCE:.0%} of the expected: {near} of {len(crossovers)}")
     finish({"cases": cases, "twins": compared}, [each for case in cases for each in failures(case)])

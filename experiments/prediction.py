@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from emulation import OUTPUT, finish, options, start
+from emulation import OUTPUT, finish, options, start, table
 
 from tierstore.bench.overlap import (
     CAUGHT_UP,
@@ -62,8 +62,7 @@ _BETWEEN = 3
 _ERROR = 0.15
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One configuration: the balance of its links, and its shape."""
 
     name: str
@@ -74,22 +73,20 @@ class Case:
 def cases(base: StackShape) -> list[Case]:
     """The configurations that are judged: ``base``, and what differs from it."""
     half = base.layers // 2
+    ahead = replace(base, horizontal_depth=1, vertical_depth=1)
     variants = {
-        "": base,
         "no prefetch": replace(base, horizontal_depth=0, vertical_depth=0),
         "horizontal only": replace(base, vertical_depth=0),
         "vertical only": replace(base, horizontal_depth=0),
-        "one pass ahead": replace(base, horizontal_depth=1, vertical_depth=1),
+        "one pass ahead": ahead,
         "half as deep": replace(base, layers=half, cached_layers=half / 2),
         "two experts a layer": replace(base, experts=2),
         "little cache": replace(base, cached_layers=3.0, vertical_depth=2),
     }
-    found = [Case(f"{balance.value}", balance, base) for balance in BALANCES]
-    for name in list(variants)[1:]:
-        found.append(Case(f"{Balance.EQUAL.value}, {name}", Balance.EQUAL, variants[name]))
+    found = [Case(balance.value, balance, base) for balance in BALANCES]
+    found += [Case(f"{Balance.EQUAL.value}, {name}", Balance.EQUAL, of) for name, of in variants.items()]
     for balance in (Balance.GATHERS, Balance.FETCHES):
-        name = "one pass ahead"
-        found.append(Case(f"{balance.value}, {name}", balance, variants[name]))
+        found.append(Case(f"{balance.value}, one pass ahead", balance, ahead))
     return found
 
 
@@ -171,20 +168,17 @@ class StackWorkload:
 
     def seconds(self, operation: Operation) -> float:
         links, shape, machine = self.links, self.shape, self.calibration
-        moved = {
-            Kind.GATHER: links.gather,
-            Kind.REDUCE: links.gather,
-            Kind.FETCH: links.disk,
-            Kind.WRITE: links.disk,
-            Kind.LOAD: links.copy,
-            Kind.COPY_TO_HOST: links.copy,
-        }
-        if operation.kind in moved:
-            return _over(moved[operation.kind], operation.nbytes)
-        if operation.kind is Kind.EXPERT_STEP:
-            return machine.adamw.seconds(shape.expert_numel * _STEP_BYTES)
-        if operation.kind is Kind.STEP:
-            return 0.0  # a slice of a unit: measured with the driving of dense passes
+        match operation.kind:
+            case Kind.GATHER | Kind.REDUCE:
+                return _over(links.gather, operation.nbytes)
+            case Kind.FETCH | Kind.WRITE:
+                return _over(links.disk, operation.nbytes)
+            case Kind.LOAD | Kind.COPY_TO_HOST:
+                return _over(links.copy, operation.nbytes)
+            case Kind.EXPERT_STEP:
+                return machine.adamw.seconds(shape.expert_numel * _STEP_BYTES)
+            case Kind.STEP:
+                return 0.0  # a slice of a unit: measured with the driving of dense passes
         passes = self.schedule.passes
         forward = passes[operation.position % len(passes)].phase is Phase.FORWARD
         half = shape.forward_s * (0.5 if forward else 1.0)
@@ -280,28 +274,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as directory, RankProcesses() as ranks:
         request = RankRequest(directory=Path(directory), steps=asked.steps, warmup=asked.warmup)
         rows = measure(ranks, request, every, base)
-    OUTPUT.table(
-        "Predicted and measured",
-        ("case (none was fitted on)", "predicted", "measured", "ratio", "disk bytes ratio", "bottleneck"),
-        [
-            (
-                row["case"], f"{row['predicted_step_s']:.3f} s", f"{row['measured_step_s']:.3f} s",
-                f"{row['predicted_to_measured_ratio']:.3f}",
-                f"{row['predicted_disk_bytes'] / max(row['measured_disk_bytes'], 1.0):.3f}", row["bottleneck"],
-            )
-            for row in rows
-        ],
+    table(
+        "Predicted and measured", rows, "case", "predicted_step_s", "measured_step_s", "predicted_to_measured_ratio",
+        "predicted_disk_bytes", "measured_disk_bytes", "bottleneck",
     )  # fmt: skip
     errors = {row["case"]: abs(row["predicted_to_measured_ratio"] - 1) for row in rows}
-    found = {
-        "largest_error_ratio": max(errors.values()),
-        "median_error_ratio": statistics.median(errors.values()),
-    }
-    OUTPUT.line(f"largest error {found['largest_error_ratio']:.1%}, median {found['median_error_ratio']:.1%}")
+    largest, median = max(errors.values()), statistics.median(errors.values())
+    OUTPUT.line(f"largest error {largest:.1%}, median {median:.1%}")
     failures = [
         f"{case}: the prediction is {error:.1%} off" for case, error in errors.items() if error > _ERROR
     ]
-    finish({**found, "cases": rows}, failures)
+    finish({"largest_error_ratio": largest, "median_error_ratio": median, "cases": rows}, failures)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from emulation import OUTPUT, finish, options, start
+from emulation import OUTPUT, finish, options, start, table
 from torch import Tensor
 
 from tierstore import _native
 from tierstore.quant.layout import CodeFormat, PartKind, QuantizedLayout, WeightPart, dequantize, quantize
 from tierstore.quant.weights import QuantizedWeights
-from tierstore.units import format_bytes, format_seconds
 
 COPY, TORCH = "copy", "bf16"
 
@@ -138,19 +137,11 @@ def main() -> None:
             samples = matrices.measure(rows, asked.repeats)
             flops = 2 * rows * count * asked.inputs * asked.outputs
             found += [{"rows_count": rows, **row} for row in figures(samples, matrices.nbytes, flops)]
-    OUTPUT.table(
+    table(
         f"{count} matrices of {asked.outputs} x {asked.inputs}, {asked.threads} threads, "
         f"{_native.instruction_set().name.lower()}, torch {torch.__version__}, {asked.repeats} rounds",
-        ("", "rows", "a matrix", "weights", "GFLOP/s", "of torch's speed", "of copy's bandwidth"),
-        [
-            (
-                row["format"], row["rows_count"], format_seconds(row["median_s"] / count),
-                f"{format_bytes(row['weight_bytes_per_s'])}/s",
-                f"{row['flops_per_s'] / 1e9:.1f}" if row["flops_per_s"] else "",
-                f"{row['speed_to_torch_ratio']:.2f}", f"{row['bandwidth_to_copy_ratio']:.2f}",
-            )
-            for row in found
-        ],
+        found, "format", "rows_count", "median_s", "weight_bytes_per_s", "flops_per_s", "speed_to_torch_ratio",
+        "bandwidth_to_copy_ratio",
     )  # fmt: skip
     for codes, error in errors.items():
         OUTPUT.line(

@@ -1,6 +1,6 @@
 """A ring of K of N layers' experts against all of them resident, on an emulated device (SE-MoE, section 3.2).
 
-    python experiments/ring.py [--layers 20] [--shares 0.2 0.4 0.6 0.8] [--loads 0.9 1.0] [--timeline FILE]
+    python experiments/ring.py [--layers 20] [--shares 0.2 0.4 0.6 0.8] [--loads 0.9 1.0]
 
 The experts, their store, the host cache, the device slots and the ring are real. What computes a layer only takes time,
 as a GPU's stream does: the program that launches it goes on meanwhile. Each pass asks for all experts of each layer.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from emulation import OUTPUT, finish, options, start
+from emulation import finish, options, start, table
 
 from tierstore._native import HugePages
 from tierstore.bench.overlap_rank import EmulatedDevice
@@ -36,11 +36,7 @@ from tierstore.store.format import RecordSchema, Training, WeightFormat
 from tierstore.store.parameter_store import ParameterStore
 from tierstore.store.registering import NewRecord
 from tierstore.tiers import DeviceSlots, HostDeviceTier, limited_tier
-from tierstore.timeline import Timeline, TimelineSink, Track
 from tierstore.units import format_bytes, format_seconds
-
-#: A timeline shows the ring with this part of the layers.
-DRAWN_SHARE = 0.4
 
 
 @contextlib.contextmanager
@@ -112,24 +108,13 @@ class Run:
     ) -> None:
         self._of, self._dense_s = of, forward_s / 2
         self.ledger = StallLedger(clock=of.device.clock_ns)
-        self._source = of.source(count, link, self.ledger)
         self.count, self.load = count, load
-        self._ring = self._make_ring()
+        source = of.source(count, link, self.ledger)
+        self._ring = Ring(source, range(of.layers), of.experts, count=count, done=of.store.engine.done)
         self.nbytes = count * of.experts * DeviceSlots(of.numel, torch.bfloat16).weight_bytes
         self.pass_s: list[float] = []
         #: Of each round, to that of everything resident beside it.
         self.speeds: list[float] = []
-
-    def _make_ring(self, timeline: TimelineSink | None = None) -> Ring:
-        of = self._of
-        return Ring(
-            self._source,
-            range(of.layers),
-            of.experts,
-            count=self.count,
-            done=of.store.engine.done,
-            timeline=timeline,
-        )
 
     def passes(self, count: int) -> float:
         """Seconds of ``count`` passes, one after another."""
@@ -149,14 +134,6 @@ class Run:
         self.passes(1)
         self.pass_s.append(self.passes(count) / count)
 
-    def draw(self, path: Path) -> None:
-        """Two passes as a timeline."""
-        with Timeline(path) as timeline:
-            self._ring = self._make_ring(timeline)
-            self._ring.clear()
-            with timeline.span(Track.COMPUTE, "two passes"):
-                self.passes(2)
-
     def found(self, whole: int, rounds: int, passes: int) -> dict[str, Any]:
         return {
             "layers_count": self.count,
@@ -173,7 +150,7 @@ class Run:
 def main() -> None:
     asked = options(
         __doc__, layers=20, experts=8, expert_bytes=1 << 20, forward_s=0.01, shares=(0.2, 0.4, 0.6, 0.8), loads=(0.9, 1.0),
-        passes=3, rounds=7, timeline=None,
+        passes=3, rounds=7,
     )  # fmt: skip
     if not all(0 < share < 1 for share in asked.shares):
         raise ConfigError(f"--shares: expected parts between 0 and 1, got {list(asked.shares)}")
@@ -201,28 +178,18 @@ def main() -> None:
                 for run in (resident, ring) if number % 2 == 0 else (ring, resident):
                     run.measure(asked.passes)
                 ring.speeds.append(resident.pass_s[-1] / ring.pass_s[-1])
-        if asked.timeline:
-            wanted = max(1, round(DRAWN_SHARE * asked.layers))
-            min(rings, key=lambda ring: (abs(ring.count - wanted), -(ring.load or 0.0))).draw(
-                Path(asked.timeline)
-            )
         found = [ring.found(resident.nbytes, asked.rounds, asked.passes) for ring in rings]
-    OUTPUT.table(
+    rows = [
+        {**row, "worst_ratio": min(row["round_speed_ratio"]), "best_ratio": max(row["round_speed_ratio"])}
+        for row in found
+    ]
+    table(
         f"{asked.layers} layers of {asked.experts} experts of {format_bytes(asked.expert_bytes)}, a layer computed in "
-        f"{format_seconds(layer_s)}, {asked.rounds} rounds; everything resident: {format_bytes(resident.nbytes)}",
-        ("layers in the ring", "load / compute", "device memory", "saved", "speed", "stalled a pass"),
-        [
-            (
-                f"{row['layers_count']} of {asked.layers}",
-                f"{row['load_ratio']:g}" if row["load_ratio"] else f"real copies ({copy_s / layer_s:.3f})",
-                format_bytes(row["device_bytes"]),
-                f"{row['saved_ratio']:.0%}",
-                f"{row['speed_ratio']:.3f} ({min(row['round_speed_ratio']):.3f} to {max(row['round_speed_ratio']):.3f})",
-                format_seconds(row["pass_stall_s"]),
-            )
-            for row in found
-        ],
-    )
+        f"{format_seconds(layer_s)}, {asked.rounds} rounds; everything resident: {format_bytes(resident.nbytes)}; real "
+        f"copies (no load) take {copy_s / layer_s:.3f} of a layer", rows,
+        "layers_count", "load_ratio", "device_bytes", "saved_ratio", "speed_ratio", "worst_ratio", "best_ratio",
+        "pass_stall_s",
+    )  # fmt: skip
     finish(
         {
             "layer_s": layer_s, "copy_layer_s": copy_s, "resident_device_bytes": resident.nbytes,

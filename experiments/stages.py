@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, taking
+from emulation import TIMEOUT_S, finish, options, run_ranks, start, table, taking, timed
 from torch import Tensor
 
 from tierstore.config import load
@@ -109,12 +109,9 @@ def rank(
                 pipeline.run(cast(OpenStep, NoStep()), 0, batches)  # makes the connections
                 wanted = one_forward_one_backward(mesh.pipeline.rank, mesh.stages, count)
                 seconds, in_order = [], True
-                for step in range(1, rounds + 1):
-                    mesh.world.barrier()
-                    started = time.perf_counter()
-                    pipeline.run(cast(OpenStep, NoStep()), step, batches)
-                    mesh.world.barrier()
-                    seconds.append(time.perf_counter() - started)
+                for number in range(1, rounds + 1):
+                    step = partial(pipeline.run, cast(OpenStep, NoStep()), number, batches)
+                    seconds.append(timed(mesh.world, step))
                     in_order = in_order and tuple(pipeline.log) == wanted
             found.append({"step_s": seconds, "held": pipeline.most_held, "in_order": in_order})
         return found
@@ -223,29 +220,12 @@ def main() -> None:
         svg = Path(asked.svg) if asked.svg and stages == max(asked.stages) else None
         found += pipelines(stages, asked.micro_batches, asked.forward_s, asked.backward_s, asked.rounds, svg)
     moved = list(traffic(max(asked.stages), asked.host_budget))
-    OUTPUT.table(
-        f"1F1B, passes of {format_seconds(asked.forward_s)} and {format_seconds(asked.backward_s)}",
-        ("stages", "micro-batches", "step, median", "model", "ratio", "held by stage"),
-        [
-            (row["stages_count"], row["micro_batches_count"], format_seconds(row["step_s"]), format_seconds(row["model_s"]),
-             f"{row['step_to_model_ratio']:.3f}", ", ".join(map(str, row["held_count"])))
-            for row in found
-        ],
+    table(
+        f"1F1B, passes of {format_seconds(asked.forward_s)} and {format_seconds(asked.backward_s)}", found,
+        "stages_count", "micro_batches_count", "step_s", "model_s", "step_to_model_ratio", "held_count",
     )  # fmt: skip
-    OUTPUT.table(
-        "disk traffic of stage 0 a step, in units of its records",
-        ("stages", "micro-batches", "order", "read", "written"),
-        [
-            (
-                row["stages_count"],
-                row["micro_batches_count"],
-                row["order"],
-                f"{row['read_ratio']:.2f}",
-                f"{row['written_ratio']:.2f}",
-            )
-            for row in moved
-        ],
-    )
+    title = "disk traffic of stage 0 a step, in units of its records"
+    table(title, moved, "stages_count", "micro_batches_count", "order", "read_ratio", "written_ratio")
     finish({"pipelines": found, "traffic": moved}, [each for row in found for each in failures(row)])
 
 

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start
+from emulation import OUTPUT, TIMEOUT_S, finish, options, run_ranks, start, table, timed
 
 from tierstore import _native
 from tierstore.bench.overlap_rank import EmulatedDevice
@@ -34,7 +33,6 @@ from tierstore.train.data import TextData
 from tierstore.train.files import DataConfig
 from tierstore.train.task_data import TaskData
 from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign
-from tierstore.units import format_seconds
 
 #: What a card takes for a step, and for each row of it, in seconds: fitted to table 3.
 FIXED_S, ROW_S = 0.944, 6.14e-3
@@ -109,13 +107,8 @@ class Mode:
         self._steps += 1
 
     def round(self, steps: int) -> float:
-        """Seconds of a step, of ``steps`` between barriers."""
-        self._mesh.world.barrier()
-        started = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self._mesh.world.barrier()
-        return (time.perf_counter() - started) / steps
+        """Seconds of a step, of ``steps``."""
+        return timed(self._mesh.world, self.step, steps)
 
 
 def rank(directory: str, time_scale: float, rounds: int, steps: int) -> dict[str, Any]:
@@ -172,27 +165,17 @@ def main() -> None:
             "card_samples_per_s": of.rows / (step_s * asked.time_scale) / cards,
         }
     alone, balanced, again = (modes[name] for name in ("one task a card", "balanced", "balanced again"))
-    per_card = (alone["samples_count"] / alone["cards_count"]) / (
-        balanced["samples_count"] / balanced["cards_count"]
-    )
-    pairs = list(
-        zip(alone["step_samples_s"], balanced["step_samples_s"], again["step_samples_s"], strict=True)
-    )
+    alone_rows, balanced_rows = (mode["samples_count"] / mode["cards_count"] for mode in (alone, balanced))
+    per_card = alone_rows / balanced_rows
+    pairs = list(zip(*(mode["step_samples_s"] for mode in (alone, balanced, again)), strict=True))
     gain = statistics.median(a / b / per_card - 1 for a, b, _ in pairs)
     predicted = alone["predicted_step_s"] / balanced["predicted_step_s"] / per_card - 1
     noise = statistics.median(abs(c / b - 1) for _, b, c in pairs)
     once = each_once([answer["taken"] for answer in answers])
-    OUTPUT.table(
+    table(
         f"{RANKS} ranks, {asked.rounds} rounds of {asked.steps} steps, {asked.time_scale:g} x the paper's speed",
-        ("", "cards", "samples", "most a card", "step", "by the formula", "samples/s and card"),
-        [
-            (
-                name, mode["cards_count"], mode["samples_count"], mode["most_samples_count"],
-                format_seconds(mode["step_s"]), format_seconds(mode["predicted_step_s"]),
-                f"{mode['card_samples_per_s']:.1f}",
-            )
-            for name, mode in modes.items()
-        ],
+        [{"mode": name, **mode} for name, mode in modes.items()], "mode", "cards_count", "samples_count",
+        "most_samples_count", "step_s", "predicted_step_s", "card_samples_per_s",
     )  # fmt: skip
     OUTPUT.line(
         f"balanced against one task a card: {gain:+.1%} a card (by the formula {predicted:+.1%}; noise {noise:.1%}); "
@@ -201,13 +184,13 @@ def main() -> None:
     failures = [] if once else ["an example was lost or taken twice"]
     if abs(gain - predicted) * 100 > TOLERANCE:
         failures.append(f"the gain is {gain:+.1%}, the formula gives {predicted:+.1%}")
-    found = {
-        "gain_ratio": gain,
-        "predicted_gain_ratio": predicted,
-        "noise_ratio": noise,
-        "every_example_once": once,
-    }
-    finish({"modes": modes, **found}, failures)
+    finish(
+        {
+            "modes": modes, "gain_ratio": gain, "predicted_gain_ratio": predicted, "noise_ratio": noise,
+            "every_example_once": once,
+        },
+        failures,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from emulation import OUTPUT, finish, options, start
+from emulation import finish, options, start, table
 
 from tierstore.config import load
 from tierstore.errors import ConfigError
@@ -53,21 +53,6 @@ class Way(NamedTuple):
         return self.passes * (experts - kept)
 
 
-class Case(NamedTuple):
-    """Copies, and the formula's with all slots kept and with those of ``1 + depth`` layers fewer."""
-
-    depth_layers: int
-    way: str
-    slots_count: int
-    copies_count: int
-    least_count: int
-    most_count: int
-
-    @property
-    def shown(self) -> str:
-        return f"{self.copies_count} ({self.least_count} to {self.most_count})"
-
-
 def bounds(way: Way, slots: int, *, layers: int, per_layer: int, depth: int) -> tuple[int, int]:
     """The least and the most copies with ``slots``, those of ``1 + depth`` layers of which copies ahead may take."""
     experts = layers * per_layer
@@ -92,10 +77,18 @@ def counted(settings: dict[str, Any], slots: int, directory: Path) -> tuple[int,
     return found[0], found[1]
 
 
-def cases(asked: argparse.Namespace, slots: Sequence[int], directory: Path) -> Iterator[Case]:
+def cases(asked: argparse.Namespace, slots: Sequence[int], directory: Path) -> Iterator[dict[str, Any]]:
+    """Copies, and the formula's with all slots kept and with those of ``1 + depth`` layers fewer."""
+
+    def case(way: Way, depth: int, slots: int, copies: int) -> dict[str, Any]:
+        least, most = bounds(way, slots, layers=asked.layers, per_layer=asked.experts, depth=depth)
+        return {
+            "depth_layers": depth, "way": way.name, "slots_count": slots, "copies_count": copies,
+            "least_count": least, "most_count": most,
+        }  # fmt: skip
+
     text = directory / "text"
     text.write_bytes(bytes(range(32, 127)) * 100)
-    size = {"layers": asked.layers, "per_layer": asked.experts}
     for depth, count, (name, micro_batches, order) in itertools.product(
         sorted({0, asked.depth}),
         slots,
@@ -114,11 +107,11 @@ def cases(asked: argparse.Namespace, slots: Sequence[int], directory: Path) -> I
             "eval_batches": 1, "eval_every": 0, "commit_every": 0, "sample_tokens": 0,
         }  # fmt: skip
         stepped, evaluated = counted(settings, count, directory / f"{name}-{depth}-{count}")
-        step = Way(name, 2 * micro_batches if order == "micro" else 2, updates=True)
-        yield Case(depth, name, count, stepped, *bounds(step, count, depth=depth, **size))
+        yield case(
+            Way(name, 2 * micro_batches if order == "micro" else 2, updates=True), depth, count, stepped
+        )
         if micro_batches == 1:
-            once = Way("evaluation", 1, updates=False)
-            yield Case(depth, once.name, count, evaluated, *bounds(once, count, depth=depth, **size))
+            yield case(Way("evaluation", 1, updates=False), depth, count, evaluated)
 
 
 def main() -> None:
@@ -130,18 +123,16 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         found = list(cases(asked, slots, Path(directory)))
-    for depth in sorted({case.depth_layers for case in found}):
-        at = {(case.slots_count, case.way): case.shown for case in found if case.depth_layers == depth}
-        ways = list(dict.fromkeys(way for _, way in at))
-        rows = [(str(count), *(at[count, way] for way in ways)) for count in slots]
-        OUTPUT.table(f"{experts} experts, copied ahead of {depth} layers", ("slots", *ways), rows)
+    for depth, rows in itertools.groupby(found, key=lambda case: case["depth_layers"]):
+        title = f"{experts} experts, copied ahead of {depth} layers"
+        table(title, list(rows), "slots_count", "way", "copies_count", "least_count", "most_count")
     failures = [
-        f"{case.way}, depth {case.depth_layers}, {case.slots_count} slots: {case.shown}"
+        f"{case['way']}, depth {case['depth_layers']}, {case['slots_count']} slots: {case['copies_count']} "
+        f"({case['least_count']} to {case['most_count']})"
         for case in found
-        if not case.least_count <= case.copies_count <= case.most_count
+        if not case["least_count"] <= case["copies_count"] <= case["most_count"]
     ]
-    findings = [case._asdict() for case in found]
-    finish({"experts_count": experts, "policy": asked.policy, "cases": findings}, failures)
+    finish({"experts_count": experts, "policy": asked.policy, "cases": found}, failures)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ class Entrant:
             self.process.close()
             self.process = None
 
+    @property
+    def left(self) -> str:
+        """Why it left the race; empty while it takes part."""
+        return "" if self.reason is None else f"{self.name}: {self.outcome.value}: {self.reason}"
+
     def facts(self) -> dict[str, Any]:
         """For the JSON."""
         return {

@@ -15,7 +15,7 @@ import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,7 +87,8 @@ class Generated:
 
     Bytes are those that the process had read from storage. ``tiers``: what tierstore counted while it decoded: all that
     was read (``nvme_read``); of those ``speculated`` before any request, of which ``useful_speculated`` were requested
-    later and ``late_prefetch`` were still on their way then (bytes); and ``hits`` and ``misses``.
+    later and ``late_prefetch`` were still on their way then (bytes); and ``hits`` and ``misses``. Of the whole process are
+    the processors' seconds for the workload, and the most memory that it has had so far.
     """
 
     prefill_s: float
@@ -96,15 +97,8 @@ class Generated:
     decode_read_bytes: int
     chosen: Sequence[Sequence[int]] = ()
     tiers: Mapping[str, int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    """A workload that ran, and the most memory that the process has had so far."""
-
-    generated: Generated
-    cpu_s: float
-    peak_resident_bytes: int
+    cpu_s: float = 0.0
+    peak_resident_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +126,7 @@ class GenerateTask:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Opened]:
-        """The rival; it answers a Workload by ``Ran``, and a Load by ``LoadResult``."""
+        """The rival; it answers a Workload by ``Generated``, and a Load by ``LoadResult``."""
         with importlib.import_module(self.module).opened(self) as (description, generate, serve):
 
             def answer(request: Workload | Load) -> object:
@@ -140,11 +134,8 @@ class GenerateTask:
                     return serve(request)
                 cpu = time.process_time()
                 generated = generate(request)
-                return Ran(
-                    generated=generated,
-                    cpu_s=time.process_time() - cpu,
-                    peak_resident_bytes=peak_resident_bytes(),
-                )
+                cpu_s = time.process_time() - cpu
+                return replace(generated, cpu_s=cpu_s, peak_resident_bytes=peak_resident_bytes())
 
             yield description, answer
 

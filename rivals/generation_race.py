@@ -27,7 +27,7 @@ from entrants import (
     order,
     rival_notes,
 )
-from generating import GenerateTask, Load, LoadResult, Ran, Workload
+from generating import Generated, GenerateTask, Load, LoadResult, Workload
 from process import RivalError, RivalProcess
 from raced_model import RacedModel, drop_page_cache, read_ahead_bytes, read_ahead_of
 
@@ -87,12 +87,12 @@ PROBE_BYTES = 256 << 20
 class Turn:
     """One process: what it did, and the most memory that its group has had (page cache included; None without a group)."""
 
-    ran: Ran
+    generated: Generated
     open_s: float
     peak_group_bytes: int | None = None
 
     def prefill_tokens_per_s(self, asked: Workload) -> float:
-        return asked.batch * asked.prompt_tokens / self.ran.generated.prefill_s
+        return asked.batch * asked.prompt_tokens / self.generated.prefill_s
 
     def decode_tokens_per_s(self, asked: Workload) -> float:
         return asked.batch / self.step_s
@@ -100,7 +100,7 @@ class Turn:
     @property
     def step_s(self) -> float:
         """The mean step."""
-        return statistics.fmean(self.ran.generated.step_s)
+        return statistics.fmean(self.generated.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class _Race:
                 stack.enter_context(read_ahead_of(directory, asked.read_ahead))
             for entrant in self._entrants.values():
                 if entrant.reason is not None:
-                    say(f"{entrant.name}: {entrant.outcome.value}: {entrant.reason}")
+                    say(entrant.left)
             try:
                 raced.prepare({*self._racing()}, directory, self._progress)
             except ConfigError as error:
@@ -245,7 +245,7 @@ class _Race:
 
     def _leave(self, entrant: Entrant, outcome: Outcome, reason: str) -> None:
         entrant.leave(outcome, reason)
-        self._progress.say(f"{entrant.name}: {outcome.value}: {reason}")
+        self._progress.say(entrant.left)
 
     def _workload(self, batch: int, seed: int = 7) -> Workload:
         return Workload(
@@ -265,11 +265,9 @@ class _Race:
         trace = self.asked.store / f"trace-{batch}" if ours and number == 0 else None
         try:
             with self._process(entrant, batch, trace) as (process, group):
-                turn = Turn(
-                    ran=process.ask(asked),
-                    open_s=process.open_s,
-                    peak_group_bytes=None if group is None else group.use()["peak_bytes"],
-                )
+                generated = process.ask(asked)
+                peak = None if group is None else group.use()["peak_bytes"]
+                turn = Turn(generated=generated, open_s=process.open_s, peak_group_bytes=peak)
         except (RivalError, OSError) as error:
             self._leave(entrant, Outcome.DIED, f"round {number + 1}, batch {batch}: {error}")
             return
@@ -331,7 +329,7 @@ class _Race:
         # The trace's first step is the prefill; its last has no end, since none begins after it.
         steps, speeds = self.asked.new_tokens - 1, self._entrants[OURS].disk_speeds[batch]
         least = compulsory(self.asked.store / f"trace-{batch}", first_step=1, steps=steps)
-        in_ram = [statistics.median(turn.ran.generated.step_s) for turn in self._turns(OURS_IN_RAM, batch)]
+        in_ram = [statistics.median(turn.generated.step_s) for turn in self._turns(OURS_IN_RAM, batch)]
         bounds, found = bound_figures(
             least, steps, [statistics.median(in_ram)] * len(speeds) if in_ram else [], speeds
         )
@@ -350,7 +348,7 @@ class _Race:
         if not self.asked.load or not turns:
             return None
         busy_s = statistics.median(
-            turn.ran.generated.prefill_s + turn.step_s * self.asked.new_tokens for turn in turns
+            turn.generated.prefill_s + turn.step_s * self.asked.new_tokens for turn in turns
         )
         rate = self.asked.load * batch / busy_s
         load = Load(
@@ -390,7 +388,7 @@ def speed_figures(asked: Workload, turns: Sequence[Turn], reference: Sequence[Tu
     """
     if not turns:
         return {}
-    made = [turn.ran.generated for turn in turns]
+    made = [turn.generated for turn in turns]
     steps = [seconds for one in made for seconds in one.step_s]
     prefill = [turn.prefill_tokens_per_s(asked) for turn in turns]
     decode = [turn.decode_tokens_per_s(asked) for turn in turns]
@@ -416,10 +414,10 @@ def speed_figures(asked: Workload, turns: Sequence[Turn], reference: Sequence[Tu
             if tiers
         },
         "hit_ratio": sum(one["hits"] for one in tiers) / demanded if demanded else None,
-        "peak_resident_bytes": max(turn.ran.peak_resident_bytes for turn in turns),
+        "peak_resident_bytes": max(turn.generated.peak_resident_bytes for turn in turns),
         "peak_group_bytes": max((turn.peak_group_bytes or 0 for turn in turns), default=0) or None,
-        "cpu_s": statistics.median(turn.ran.cpu_s for turn in turns),
-        "chosen_same_ratio": same_choices(made[0].chosen, reference[0].ran.generated.chosen)
+        "cpu_s": statistics.median(turn.generated.cpu_s for turn in turns),
+        "chosen_same_ratio": same_choices(made[0].chosen, reference[0].generated.chosen)
         if reference
         else None,
     }
@@ -499,52 +497,22 @@ def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
         f"{'unknown' if ahead is None else ahead} bytes"
     )
     for batch in dict.fromkeys(one["batch_count"] for one in found["speeds"]):
-        yield FigureTable(
+        yield FigureTable.of_keys(
             f"{found['model']}, batch {batch}: {found['prompt_tokens_count']} tokens of prompt, "
             f"{found['new_tokens_count']} of decoding, {found['threads']} threads, {found['rounds']} rounds",
-            {
-                "": "title",
-                "outcome": "outcome",
-                "prefill tokens": "prefill_tokens_per_s",
-                "decode tokens": "decode_tokens_per_s",
-                "first token": "first_token_s",
-                "step p50": "step_p50_s",
-                "step p99": "step_p99_s",
-                "read a token": "decode_token_read_bytes",
-                "hits": "hit_ratio",
-                "resident": "peak_resident_bytes",
-                "group": "peak_group_bytes",
-                "same choices": "chosen_same_ratio",
-            },
-            [one for one in found["speeds"] if one["batch_count"] == batch],
-        )
-    columns = {"prefill": "prefill_ratio", "decode": "decode_ratio", "peak of the group": "peak_group_ratio"}
-    yield FigureTable("", {"tierstore /": "rival", "batch": "batch_count", **columns}, found["against"])
-    yield FigureTable(
+            [one for one in found["speeds"] if one["batch_count"] == batch], "title", "outcome", "prefill_tokens_per_s",
+            "decode_tokens_per_s", "first_token_s", "step_p50_s", "step_p99_s", "decode_token_read_bytes", "hit_ratio",
+            "peak_resident_bytes", "peak_group_bytes", "chosen_same_ratio",
+        )  # fmt: skip
+    against = ("prefill_ratio", "decode_ratio", "peak_group_ratio")
+    yield FigureTable.of_keys("", found["against"], "rival", "batch_count", *against, rival="tierstore /")
+    yield FigureTable.of_keys(
         "decode step and its bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth",
-        {
-            "batch": "batch_count",
-            "step / bound": "step_to_bound_ratio",
-            "bound": "bound_s",
-            "in RAM": "in_ram_step_s",
-            "compulsory": "compulsory_step_read_bytes",
-            "policy": "compulsory_policy",
-            "clairvoyant": "clairvoyant_step_bytes",
-            "disk": "disk_bytes_per_s",
-        },
-        found["bounds"],
-    )
-    yield FigureTable(
-        "open-loop load on tierstore",
-        {
-            "requests": "requests",
-            "of capacity": "capacity_ratio",
-            "arrivals": "requests_per_s",
-            "waited at most": "most_waiting_count",
-            "first token p50": "first_token_p50_s",
-            "p99": "first_token_p99_s",
-            "between tokens p50": "between_tokens_p50_s",
-            "p99 ": "between_tokens_p99_s",
-        },
-        [] if found["load"] is None else [found["load"]],
-    )
+        found["bounds"], "batch_count", "step_to_bound_ratio", "bound_s", "in_ram_step_s", "compulsory_step_read_bytes",
+        "compulsory_policy", "clairvoyant_step_bytes", "disk_bytes_per_s",
+    )  # fmt: skip
+    yield FigureTable.of_keys(
+        "open-loop load on tierstore", [found["load"]] if found["load"] else [], "requests", "capacity_ratio",
+        "requests_per_s", "most_waiting_count", "first_token_p50_s", "first_token_p99_s", "between_tokens_p50_s",
+        "between_tokens_p99_s", requests_per_s="arrivals",
+    )  # fmt: skip

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tierstore.bench.probes import process_bytes
-from tierstore.errors import CapabilityError, ConfigError
+from tierstore.errors import ConfigError
+from tierstore.hf.describing import transformers
 from tierstore.machine import keep_freed_memory, peak_resident_bytes
 from tierstore.model.config import ModelConfig
 from tierstore.model.transformer import Transformer
@@ -323,10 +324,7 @@ class BuiltIn:
 
 
 def _transformers() -> Any:
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise CapabilityError("a Mixtral needs transformers: pip install tierstore[hf]") from error
+    library = transformers("a Mixtral")
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library

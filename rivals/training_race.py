@@ -143,8 +143,7 @@ class TrainingRace(Benchmark):
             for entrant in entrants.values():
                 if entrant.outcome is Outcome.RAN:
                     self._open(entrant, TrainTask(config=config, checkpoint=checkpoint), stack)
-                said = "ready" if entrant.reason is None else f"{entrant.outcome.value}: {entrant.reason}"
-                progress.say(f"{entrant.name}: {said}")
+                progress.say(entrant.left or f"{entrant.name}: ready")
             disk: StepDisk | None = None
             for number in range(self.rounds):
                 racing = order([name for name, one in entrants.items() if one.process is not None], number)
@@ -152,7 +151,7 @@ class TrainingRace(Benchmark):
                 for name in racing:
                     disk = self._turn(entrants[name], config, number, disk, stack)
                     if entrants[name].outcome is Outcome.DIED:
-                        progress.say(f"{name}: died: {entrants[name].reason}")
+                        progress.say(entrants[name].left)
                 speeds = ", ".join(
                     f"{name} {tokens / medians(one)[-1]:.0f}" for name, one in entrants.items() if one.process
                 )
@@ -415,45 +414,22 @@ def measurements(found: Mapping[str, Any]) -> Iterator[Measurement]:
 
 def shown(found: Mapping[str, Any]) -> Iterator[FigureTable | str]:
     """The rivals, ratios to them and the bound, for people."""
-    yield FigureTable(
+    yield FigureTable.of_keys(
         f"{found['model']} model, {found['parameters'] / 1e6:.0f} M parameters in {found['compute_dtype']}, "
         f"{found['tokens_per_step_count']} tokens a step, {found['rounds']} rounds of {found['steps']} steps",
-        {
-            "": "title",
-            "outcome": "outcome",
-            "tokens": "times.tokens_per_s",
-            "least": "times.tokens_low_per_s",
-            "greatest": "times.tokens_high_per_s",
-            "CPU a step": "times.step_cpu_s",
-            "peak resident": "times.peak_resident_bytes",
-            "read a step": "times.step_read_bytes",
-            "written a step": "times.step_written_bytes",
-            "loss apart": "loss_difference",
-        },
-        found["rivals"],
-    )
+        found["rivals"], "title", "outcome", "times.tokens_per_s", "times.tokens_low_per_s", "times.tokens_high_per_s",
+        "times.step_cpu_s", "times.peak_resident_bytes", "times.step_read_bytes", "times.step_written_bytes",
+        "loss_difference",
+    )  # fmt: skip
     yield (
         f"losses of the first {COMPARED_STEPS} steps are compared with {found['reference']}'s; within "
         f"{found['loss_tolerance']:g} nats they agree"
     )
-    columns = {
-        "tierstore /": "rival",
-        "tokens": "tokens_ratio",
-        "CPU time": "cpu_ratio",
-        "resident": "resident_ratio",
-    }
-    yield FigureTable("", columns, found["against"])
-    yield FigureTable(
+    against = ("tokens_ratio", "cpu_ratio", "resident_ratio")
+    yield FigureTable.of_keys("", found["against"], "rival", *against, rival="tierstore /")
+    yield FigureTable.of_keys(
         "tierstore's bound: the slower of the same in RAM and of its compulsory bytes at the disk's bandwidth; its aim: the "
-        "slower of 1.10 x the bound and a quarter of DeepSpeed's step",
-        {
-            "policy": "compulsory_policy",
-            "read a step": "compulsory_step_read_bytes",
-            "written a step": "compulsory_step_written_bytes",
-            "disk": "disk_bytes_per_s",
-            "in RAM": "in_ram_step_s",
-            "bound": "bound_s",
-            "aim": "aim_s",
-        },
-        [] if found["bound"] is None else [found["bound"]],
-    )
+        "slower of 1.10 x the bound and a quarter of DeepSpeed's step", [found["bound"]] if found["bound"] else [],
+        "compulsory_policy", "compulsory_step_read_bytes", "compulsory_step_written_bytes", "disk_bytes_per_s",
+        "in_ram_step_s", "bound_s", "aim_s",
+    )  # fmt: skip

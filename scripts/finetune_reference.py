@@ -48,11 +48,9 @@ def losses_of(model: Any, batch: Batch, *, aux_loss_weight: float = 0.0) -> tupl
 
 
 def reference(
-    config: TrainConfig, checkpoint: Path, store: Path, *, fused: bool | None = None, set_to_none: bool = True
+    config: TrainConfig, checkpoint: Path, store: Path, *, fused: bool | None = None
 ) -> tuple[Any, TrainingData, Callable[[int], float]]:
-    """The model, the data, and what takes step number n of the run and gives its loss. ``fused``: torch's AdamW;
-    ``set_to_none``: gradients are allocated anew in every step.
-    """
+    """The model, the data, and what takes step number n of the run and gives its loss. ``fused``: torch's AdamW."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -81,7 +79,7 @@ def reference(
             (objective / parts).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) / parts
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.zero_grad()
         return total
 
     return model, data, step
@@ -104,7 +102,6 @@ def main() -> None:
     parser.add_argument("store", type=Path, help="where the run has left its tokens")
     parser.add_argument("target", type=Path, help="the JSON to write")
     parser.add_argument("--data", nargs="+", help="files, if the configuration does not name them")
-    parser.add_argument("--save", type=Path, help="directory for the trained model")
     options = parser.parse_args()
     config = load(
         TrainConfig, options.config, {} if options.data is None else {"data.paths": tuple(options.data)}
@@ -140,8 +137,6 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     options.target.write_text(json.dumps(document, indent=2) + "\n")
-    if options.save is not None:
-        model.save_pretrained(options.save)
 
 
 if __name__ == "__main__":

@@ -23,43 +23,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tierstore.bench.probes import Bytes, DiskProbe, Durable, MemoryLimit, drop_pages, page_cache_bytes
 from tierstore.store.config import IoConfig
 from tierstore.units import format_bytes, parse_size
 
 SECTOR = 512  # of the kernel's counts
-SAMPLE_S = 0.2
 PROBE_FILE = 4 << 30
 TRANSFERS = (786_432, 2_359_296)  # bytes: a projection of an expert as it is read, an expert as it is written
-GROUPS = Path("/sys/fs/cgroup")
 TIERSTORE = (sys.executable, "-P", "-c", "from tierstore.cli.main import main; main()")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Confined:
-    """A command in a memory cgroup: what it took, and what of its files the page cache held afterwards."""
-
-    name: str
-    limit_bytes: int
-    status: int
-    seconds: float
-    peak_bytes: int
-    group_cache_bytes: int  # the most page cache that a sample of the group's statistics saw
-    kills: int
-    read_bytes: int
-    written_bytes: int
-    cached_file_bytes: int | None
-    disk_bytes_per_s: float | None = None  # the probe's, of the same bytes
-    reported_s: float | None = None  # the time that the command says it took
-    ratio: float | None = None  # the speed by that time over the probe's
-    whole_ratio: float | None = None  # the speed by ``seconds`` over the probe's
-
-
-def confined(name: str, command: Sequence[str], limit_bytes: int, files: Path) -> Confined:
-    """Runs ``command`` in a group of its own, below which the shell starts it once it is in the group."""
+def confined(name: str, command: Sequence[str], limit_bytes: int, files: Path) -> dict[str, Any]:
+    """Runs ``command`` in a group of its own, where the shell starts it once it is in the group: what it took, and what
+    of its ``files`` the page cache held afterwards.
+    """
     with contextlib.closing(MemoryLimit(limit_bytes)) as limit:
         begun = time.perf_counter()
         process = subprocess.Popen(
@@ -70,45 +50,32 @@ def confined(name: str, command: Sequence[str], limit_bytes: int, files: Path) -
         )
         limit.add(process.pid)
         assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write("go\n")
         process.stdin.close()
-        cache = 0
-        while True:
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                break
-            cache = max(cache, group_cache_bytes())
-            time.sleep(SAMPLE_S)
+        _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - begun
-        assert process.stdout is not None
         answer = process.stdout.read()
         process.stdout.close()
         used = limit.use()
-    return Confined(
-        name=name,
-        limit_bytes=limit_bytes,
-        status=process.returncode,
-        seconds=seconds,
-        peak_bytes=used["peak_bytes"],
-        group_cache_bytes=cache,
-        kills=used["kills_count"],
-        read_bytes=usage.ru_inblock * SECTOR,
-        written_bytes=usage.ru_oublock * SECTOR,
-        reported_s=json.loads(answer).get("moving_s") if answer else None,
-        cached_file_bytes=page_cache_bytes(path for path in files.rglob("*") if path.is_file()),
-    )
-
-
-def group_cache_bytes() -> int:
-    """The page cache of the group that ``MemoryLimit`` of this process has made."""
-    unified = (GROUPS / "cgroup.controllers").exists()
-    group = (GROUPS if unified else GROUPS / "memory") / f"tierstore-bench-{os.getpid()}"
-    for line in (group / "memory.stat").read_text().splitlines():
-        key, _, value = line.partition(" ")
-        if key == ("file" if unified else "cache"):
-            return int(value)
-    return 0
+    return {
+        "name": name,
+        "limit_bytes": limit_bytes,
+        "status": process.returncode,
+        "seconds": seconds,
+        "peak_bytes": used["peak_bytes"],
+        "kills": used["kills_count"],
+        "read_bytes": usage.ru_inblock * SECTOR,
+        "written_bytes": usage.ru_oublock * SECTOR,
+        "cached_file_bytes": page_cache_bytes(path for path in files.rglob("*") if path.is_file()),
+        "disk_bytes_per_s": None,  # the probe's, of the same bytes
+        "reported_s": json.loads(answer).get("moving_s")
+        if answer
+        else None,  # the time that the command says it took
+        "ratio": None,  # the speed by that time over the probe's
+        "whole_ratio": None,  # the speed by ``seconds`` over the probe's
+    }
 
 
 def forget(directory: Path) -> None:
@@ -120,47 +87,47 @@ def forget(directory: Path) -> None:
 
 def probed(work: Path, mix: Bytes) -> float:
     """Bytes per second that the engine alone moves of ``mix``, durable at the end."""
-    probe = DiskProbe(work, PROBE_FILE, TRANSFERS, IoConfig())
-    try:
+    with contextlib.closing(DiskProbe(work, PROBE_FILE, TRANSFERS, IoConfig())) as probe:
         return probe.bytes_per_s(mix, durable=Durable.YES)
-    finally:
-        probe.close()
 
 
-def imports(args: argparse.Namespace, name: str, options: Sequence[str], store: Path) -> list[Confined]:
+def imports(args: argparse.Namespace, name: str, options: Sequence[str], store: Path) -> list[dict[str, Any]]:
     """Imports in turns with probes. The store of the last one stays."""
-    results: list[Confined] = []
+    results: list[dict[str, Any]] = []
     speeds: list[float] = []
     for turn in range(args.turns):
         shutil.rmtree(store, ignore_errors=True)
         forget(args.checkpoint)
         command = [*TIERSTORE, "import", str(args.checkpoint), "--store", str(store), "--json", *options]
         result = confined(name, command, args.import_limit, args.checkpoint)
-        if result.status:
-            return [*results, result]
-        mix = Bytes(result.read_bytes, result.written_bytes)
+        results.append(result)
+        if result["status"]:
+            break
+        mix = Bytes(result["read_bytes"], result["written_bytes"])
         if turn == 0:  # the probe needs to know what to move
             speeds.append(probed(args.work, mix))
         speeds.append(probed(args.work, mix))
         around = statistics.mean(speeds[-2:])
-        assert result.reported_s is not None
-        ratio, whole = (mix.total / taken / around for taken in (result.reported_s, result.seconds))
-        found = {"disk_bytes_per_s": around, "ratio": ratio, "whole_ratio": whole}
-        results.append(Confined(**asdict(result) | found))
+        ratio, whole = (mix.total / taken / around for taken in (result["reported_s"], result["seconds"]))
+        result |= {"disk_bytes_per_s": around, "ratio": ratio, "whole_ratio": whole}
     return results
 
 
-def show(result: Confined) -> None:
+def show(result: dict[str, Any]) -> None:
     """One line for people."""
-    speed = (result.read_bytes + result.written_bytes) / result.seconds
-    cached = "?" if result.cached_file_bytes is None else format_bytes(result.cached_file_bytes)
+    speed = (result["read_bytes"] + result["written_bytes"]) / result["seconds"]
+    size = {
+        key: "?" if value is None else format_bytes(value)
+        for key, value in result.items()
+        if key.endswith("bytes")
+    }
     print(
-        f"{result.name:<14} status {result.status}, {result.seconds:7.1f} s, peak {format_bytes(result.peak_bytes)} of "
-        f"{format_bytes(result.limit_bytes)}, page cache: group {format_bytes(result.group_cache_bytes)}, files {cached}; "
-        f"read {format_bytes(result.read_bytes)}, wrote {format_bytes(result.written_bytes)}, {format_bytes(speed)}/s"
-        + ("" if result.ratio is None else f", {result.ratio:.2f} of the disk's ({result.whole_ratio:.2f})"),
+        f"{result['name']:<14} status {result['status']}, {result['seconds']:7.1f} s, peak {size['peak_bytes']} of "
+        f"{size['limit_bytes']}, {size['cached_file_bytes']} of its files in the page cache; "
+        f"read {size['read_bytes']}, wrote {size['written_bytes']}, {format_bytes(speed)}/s"
+        + ("" if result["ratio"] is None else f", {result['ratio']:.2f} of the disk's ({result['whole_ratio']:.2f})"),
         flush=True,
-    )
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -182,11 +149,9 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     full, frozen, exported = (args.work / name for name in ("full", "frozen", "exported"))
-    chosen = ("finetune.seq_len=256", "finetune.checkpoint_activations=block", "sample_tokens=0")
-    steps = ["--data", str(args.data), "--steps", str(args.steps)]
-    for setting in chosen:
-        steps += ["--set", setting]
-    results: list[Confined] = []
+    steps = ["--data", str(args.data), "--steps", str(args.steps), "--set", "sample_tokens=0"]
+    steps += ["--set", "finetune.seq_len=256", "--set", "finetune.checkpoint_activations=block"]
+    results: list[dict[str, Any]] = []
 
     def run(part: str, command: Sequence[str], limit: int, files: Path) -> None:
         forget(files)
@@ -214,8 +179,8 @@ def main() -> None:
             case _:
                 parser.error(f"--only: no part {part!r}")
         if args.json is not None:
-            args.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
-    sys.exit(any(result.status or result.kills for result in results))
+            args.json.write_text(json.dumps(results, indent=2) + "\n")
+    sys.exit(any(result["status"] or result["kills"] for result in results))
 
 
 if __name__ == "__main__":

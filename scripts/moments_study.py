@@ -26,8 +26,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tierstore.bench.comparing import student
 
@@ -37,24 +37,6 @@ FORMATS = ("fp32", "bf16", "int8")
 CONTROL = "control"
 ARMS = (*FORMATS, CONTROL)
 COMMIT_EVERY = 60
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run up to one horizon."""
-
-    moments: str
-    seed: int
-    horizon: int
-
-
-@dataclass(frozen=True)
-class Result(Job):
-    """What it came to. ``val_loss`` and ``train_loss`` in nats a token."""
-
-    val_loss: float
-    train_loss: float
-    elapsed_s: float
 
 
 def main() -> None:
@@ -76,36 +58,29 @@ def main() -> None:
     options.directory.mkdir(parents=True, exist_ok=True)
     if not options.table:
         run(options)
-    print(table(finished(options.directory), options))
+    print(table(finished(options.directory)))
 
 
 def run(options: argparse.Namespace) -> None:
     """Runs what is not finished, one horizon after another."""
     for horizon in sorted(options.horizons):
-        done = {(result.moments, result.seed, result.horizon) for result in finished(options.directory)}
-        jobs = [Job(moments, seed, horizon) for seed in options.seeds for moments in options.moments]
-        jobs.sort(key=lambda job: job.moments == CONTROL)  # last
-        jobs = [job for job in jobs if (job.moments, job.seed, job.horizon) not in done]
+        done = {(each["moments"], each["seed"], each["horizon"]) for each in finished(options.directory)}
+        jobs = [(moments, seed, horizon) for seed in options.seeds for moments in options.moments]
+        jobs.sort(key=lambda job: job[0] == CONTROL)  # last
         with ThreadPoolExecutor(options.processes) as pool:
-            for result in pool.map(lambda job: train(job, options), jobs):
-                print(
-                    f"{result.moments} seed {result.seed}: {result.val_loss:.4f} at {result.horizon}",
-                    flush=True,
-                )
+            for found in pool.map(lambda job: train(options, *job), [job for job in jobs if job not in done]):
+                print("{moments} seed {seed}: {val_loss:.4f} at {horizon}".format(**found), flush=True)
 
 
-def train(job: Job, options: argparse.Namespace) -> Result:
-    """Takes one run to its horizon, and notes what came of it."""
+def train(options: argparse.Namespace, moments: str, seed: int, horizon: int) -> dict[str, Any]:
+    """Takes one run to its horizon, and notes what came of it: losses in nats a token."""
     directory: Path = options.directory
-    kept = FORMATS[0] if job.moments == CONTROL else job.moments
-    store = directory / f"store-{job.moments}-{job.seed}"
-    log = directory / f"log-{job.moments}-{job.seed}"
+    kept = FORMATS[0] if moments == CONTROL else moments
+    store, log = directory / f"store-{moments}-{seed}", directory / f"log-{moments}-{seed}"
     fresh = not (store / "tierstore.json").exists()
     if fresh and options.model is not None:
-        call(
-            [*TIERSTORE, "import", str(options.model), "--store", str(store), "--moments", kept],
-            log,
-        )
+        imports = ["import", str(options.model), "--store", str(store), "--moments", kept]
+        call([*TIERSTORE, *imports], log)
     settings = {
         "schedule.total_steps": max(options.horizons),
         "threads": 1,
@@ -113,26 +88,24 @@ def train(job: Job, options: argparse.Namespace) -> Result:
         "eval_every": COMMIT_EVERY,
         "eval_batches": 16,
         "adamw.moments": kept,
-        **({"adamw.eps": "1.001e-8"} if job.moments == CONTROL else {}),
-        "data.seed": job.seed,
-        **({} if options.model is not None else {"model.seed": job.seed}),
+        **({"adamw.eps": "1.001e-8"} if moments == CONTROL else {}),
+        "data.seed": seed,
+        **({} if options.model is not None else {"model.seed": seed}),
         **dict(item.split("=", 1) for item in options.train_set),
     }
-    command = [*TIERSTORE, "train", "--store", str(store), "--steps", str(job.horizon)]
+    command = [*TIERSTORE, "train", "--store", str(store), "--steps", str(horizon)]
     command += ["--host-budget", options.host_budget, "--commit-every", str(COMMIT_EVERY), "--json"]
     command += ["--metrics", f"{log}.jsonl", *([] if fresh else ["--resume"])]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     start = time.monotonic()
     output = json.loads(call(command, log).splitlines()[-1])
-    result = Result(
-        **asdict(job),
-        val_loss=output["val_loss"],
-        train_loss=output["train_loss"],
-        elapsed_s=time.monotonic() - start,
-    )
+    result = {
+        "moments": moments, "seed": seed, "horizon": horizon, "val_loss": output["val_loss"],
+        "train_loss": output["train_loss"], "elapsed_s": time.monotonic() - start,
+    }  # fmt: skip
     with open(directory / "results.jsonl", "a") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+        file.write(json.dumps(result) + "\n")
     return result
 
 
@@ -146,15 +119,14 @@ def call(command: Sequence[str], log: Path) -> str:
     return made.stdout
 
 
-def finished(directory: Path) -> list[Result]:
+def finished(directory: Path) -> list[dict[str, Any]]:
     path = directory / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Result(**json.loads(line)) for line in lines]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def table(results: Sequence[Result], options: argparse.Namespace) -> str:
+def table(results: Sequence[dict[str, Any]]) -> str:
     """Losses by seed, and the paired differences to fp32's with their interval."""
-    losses = {(r.horizon, r.moments, r.seed): r.val_loss for r in results}
+    losses = {(r["horizon"], r["moments"], r["seed"]): r["val_loss"] for r in results}
     lines = ["step  moments  seeds  validation loss  difference to fp32 (95% interval), each seed's"]
     for horizon in sorted({horizon for horizon, _, _ in losses}):
         for moments in ARMS:

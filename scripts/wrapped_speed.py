@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,8 @@ from tierstore.bench.processes import WorkerError, end, receive, send, serve
 SIDES = ("transformers", "tierstore")
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Steps of one side: their losses, and the time of each, by the clock and of the processors."""
-
-    losses: list[float]
-    seconds: list[float]
-    cpu_s: list[float]
+#: Steps of one side: their losses, and the time of each, by the clock (``seconds``) and of the processors (``cpu_s``).
+Steps = dict[str, list[float]]
 
 
 @contextlib.contextmanager
@@ -49,7 +43,7 @@ def plain(args: argparse.Namespace) -> Iterator[Callable[[int], float]]:
 
     config = load(TrainConfig, args.config, overrides(args))
     torch.set_num_threads(args.threads)
-    *_, step = reference(config, args.checkpoint, args.store, fused=True, set_to_none=args.gradients == "new")
+    *_, step = reference(config, args.checkpoint, args.store, fused=True)
     yield step
 
 
@@ -85,16 +79,16 @@ def work(args: argparse.Namespace) -> None:
     def answers(requests: Iterator[Any]) -> Generator[Mapping[str, object]]:
         with {"transformers": plain, "tierstore": tiered}[args.side](args) as step:
             yield {}
-            number = 0
+            taken = 0
             for request in requests:
-                steps = Steps([], [], [])
-                for _ in range(request["steps"]):
+                steps: Steps = {"losses": [], "seconds": [], "cpu_s": []}
+                for number in range(taken, taken + request["steps"]):
                     begun, cpu = time.perf_counter(), time.process_time()
-                    steps.losses.append(step(number))
-                    steps.cpu_s.append(time.process_time() - cpu)
-                    steps.seconds.append(time.perf_counter() - begun)
-                    number += 1
-                yield asdict(steps)
+                    steps["losses"].append(step(number))
+                    steps["cpu_s"].append(time.process_time() - cpu)
+                    steps["seconds"].append(time.perf_counter() - begun)
+                taken += request["steps"]
+                yield steps
 
     serve(answers)
 
@@ -111,7 +105,8 @@ def measured(args: argparse.Namespace) -> list[list[Steps]]:
 
         def taken(name: str, count: int) -> Steps:
             send(sides[name], {"steps": count})
-            return Steps(**receive(sides[name], name))
+            steps: Steps = receive(sides[name], name)
+            return steps
 
         for name, side in sides.items():
             receive(side, name)
@@ -120,15 +115,12 @@ def measured(args: argparse.Namespace) -> list[list[Steps]]:
         for number in range(args.rounds):
             found = {name: taken(name, args.steps) for name in (SIDES if number % 2 == 0 else SIDES[::-1])}
             rounds.append([found[name] for name in SIDES])
-            print(
-                f"round {number + 1}: "
-                + ", ".join(
-                    f"{name} {statistics.median(steps.seconds):.3f} s ({statistics.median(steps.cpu_s):.3f} s of "
-                    f"processors), loss {steps.losses[-1]:.6f}"
-                    for name, steps in zip(SIDES, rounds[-1], strict=True)
-                ),
-                flush=True,
-            )
+            said = [
+                f"{name} {statistics.median(steps['seconds']):.3f} s ({statistics.median(steps['cpu_s']):.3f} s of "
+                f"processors), loss {steps['losses'][-1]:.6f}"
+                for name, steps in zip(SIDES, rounds[-1], strict=True)
+            ]
+            print(f"round {number + 1}: {', '.join(said)}", flush=True)
     return rounds
 
 
@@ -143,11 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1, help="of each side in a round")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
-    parser.add_argument(
-        "--gradients", choices=("new", "kept"), default="new", help="of transformers, from step to step"
-    )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     if args.side:
         work(args)
@@ -157,26 +145,20 @@ def main() -> None:
     except WorkerError as error:
         sys.exit(str(error))
 
-    def over(values: Callable[[Steps], list[float]]) -> list[float]:
-        return [statistics.median(values(b)) / statistics.median(values(a)) for a, b in rounds]
+    def over(key: str) -> list[float]:
+        return [statistics.median(b[key]) / statistics.median(a[key]) for a, b in rounds]
 
-    clock, processors = over(lambda steps: steps.seconds), over(lambda steps: steps.cpu_s)
+    clock, processors = over("seconds"), over("cpu_s")
+    taken = zip(SIDES, zip(*rounds, strict=True), strict=True)
     result = {
-        "step_median_s": {
-            name: statistics.median(s for each in rounds for s in each[place].seconds)
-            for place, name in enumerate(SIDES)
-        },
+        "step_median_s": {name: statistics.median(s for each in own for s in each["seconds"]) for name, own in taken},
         "ratio": statistics.median(clock),
         "ratios": clock,
         "cpu_ratio": statistics.median(processors),
-        "same_losses": all(a.losses == b.losses for a, b in rounds),
+        "same_losses": all(a["losses"] == b["losses"] for a, b in rounds),
         "threads": args.threads,
-    }
-    print(json.dumps(result))
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps(result | {"rounds": [[asdict(s) for s in r] for r in rounds]}, indent=2) + "\n"
-        )
+    }  # fmt: skip
+    print(json.dumps(result | {"rounds": rounds}))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,8 @@ def test_gaps_are_those_of_the_allocator_that_the_process_began_with(tunables: s
         "import os; from tierstore.machine import working_bytes; os.environ['GLIBC_TUNABLES'] = 'later';"
         "print(working_bytes(400) - working_bytes(0))"
     )
-    child = run_python(code, GLIBC_TUNABLES=tunables)
+    # With another PYTHONHASHSEED it is a new process, and no fork of the tests' own.
+    child = run_python(code, GLIBC_TUNABLES=tunables, PYTHONHASHSEED="1")
     assert int(child.stdout) == gaps
 
 

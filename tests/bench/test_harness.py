@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tierstore.bench.harness import work_directory
+from tierstore.bench.harness import FigureTable, work_directory
 from tierstore.errors import ConfigError
 
 
@@ -25,3 +25,13 @@ def test_a_work_directory_is_removed_whatever_happens(tmp_path: Path) -> None:
     ):
         pass
     assert tmp_path.exists()
+
+
+def test_columns_by_their_keys() -> None:
+    """Under the key without its unit, or under a heading of its own."""
+    row = {"took_s": 0.5, "of": {"read_bytes_per_s": 2048}, "error_ratio": 0.25, "n_count": 3}
+    found = FigureTable.of_keys(
+        "", [row], "took_s", "of.read_bytes_per_s", "error_ratio", "n_count", n_count="N"
+    )
+    assert list(found.columns) == ["took", "read", "error", "N"]
+    assert found.cells == [["500 ms", "2 KiB/s", "0.250", "3"]]

@@ -135,6 +135,7 @@ def test_commands_with_long_passes_run_without_the_thread_cache(
         "main.cli.main = lambda: print(os.environ.get('GLIBC_TUNABLES'), *sys.argv[1:]); main.main()"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    environment["PYTHONHASHSEED"] = "1"  # a new process, and no fork of the tests' own
     if before is not None:
         environment["GLIBC_TUNABLES"] = before
     done = subprocess.run(

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipemoe_solvers import ChunkTimes, equal_chunks, exhaustive_degree, search, simulate_chunks
+from pipemoe_solvers import equal_chunks, exhaustive_degree, search, simulate_chunks
 
 from tierstore.parallel.chunk_degree import ChunkCosts, LayerPass, Share, best_degree, pass_seconds
 
@@ -13,13 +13,13 @@ SHARES = st.builds(Share, st.integers(1, 3), st.floats(0, 100))
 
 def test_two_chunks_by_hand() -> None:
     """Dispatches 0-2, 2-4; experts 2-5, 5-8; combines 5-7, 8-10."""
-    run = simulate_chunks([ChunkTimes(2, 3, 2)] * 2)
+    run = simulate_chunks([(2, 3, 2)] * 2)
     assert list(zip(run.begun, run.ended, strict=True)) == [(0, 2), (2, 4), (2, 5), (5, 8), (5, 7), (8, 10)]
 
 
 def test_unequal_chunks_by_hand() -> None:
     """Dispatches 0-1, 1-4; experts 1-2, 4-9; the first combine waits for the network until 4."""
-    run = simulate_chunks([ChunkTimes(1, 1, 1), ChunkTimes(3, 5, 3)])
+    run = simulate_chunks([(1, 1, 1), (3, 5, 3)])
     assert list(zip(run.begun, run.ended, strict=True)) == [(0, 1), (1, 4), (1, 2), (4, 9), (4, 5), (9, 12)]
     assert run.seconds == 12
 

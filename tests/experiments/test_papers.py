@@ -56,7 +56,7 @@ def test_generated_tokens_by_hand() -> None:
 
 
 def test_figure_4_counts_every_layer() -> None:
-    assert [each.best_count.total() for each in pipemoe_4().values()] == [288] * 3
+    assert [each["best_count"].total() for each in pipemoe_4().values()] == [288] * 3
 
 
 def test_a_figure_far_off_needs_its_term() -> None:

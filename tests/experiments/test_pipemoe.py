@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from emulation import DeviceSpeed, SleepingDevice, SleepingExperts, slow_weights
+from emulation import SleepingDevice, SlowExperts
 from pipemoe import (
     EXPERTS,
     ROW_BYTES,
@@ -18,8 +18,10 @@ from pipemoe import (
     summary,
 )
 
+from tierstore.machine_profile import Cost
 from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, backward_expert, forward_expert
+from tierstore.moe.source import InMemoryExperts
 from tierstore.parallel.chunk_degree import (
     ChunkCosts,
     LayerPass,
@@ -33,13 +35,15 @@ from tierstore.parallel.chunk_degree import (
 # The device -------------------------------------------------------------------------------------------------
 
 
-def test_products_with_slow_weights_are_told_and_have_the_same_bits() -> None:
+def test_products_with_slow_weights_are_told_and_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, rows = ExpertShape(8, 4), 5
     torch.manual_seed(0)
     flat, x = torch.randn(shape.numel), torch.randn(rows, shape.d_model)
     told: list[int] = []
+    device = SleepingDevice(Cost(0.0, 1.0))
+    monkeypatch.setattr(device, "product", told.append)
     found = []
-    for weights in (flat, slow_weights(flat, told.append)):
+    for weights in (flat, device.holding(flat)):
         inner, out = torch.empty(rows, shape.inner_rows), torch.empty(rows, shape.d_model)
         gradients, grad_x = torch.empty(shape.numel), torch.empty(rows, shape.d_model)
         work = Workspace(shape, rows, x, inner=2, hidden=2)
@@ -56,8 +60,8 @@ def test_products_with_slow_weights_are_told_and_have_the_same_bits() -> None:
 
 def test_a_pass_takes_its_time() -> None:
     """4 rows of 5 ms and 10 ms to start: 30 ms forward, 60 backward, in two products each."""
-    device = SleepingDevice(DeviceSpeed(0.01, 0.005))
-    experts = SleepingExperts(ExpertShape(8, 4), device)
+    device = SleepingDevice(Cost(0.01, 200.0))
+    experts = SlowExperts(InMemoryExperts(ExpertShape(8, 4), layers=[0], experts=1), device)
     for walk, least in ((experts.forward, 0.03), (experts.backward, 0.06)):
         for lease in walk(0, (0,)):
             begun = time.monotonic()
@@ -87,7 +91,7 @@ def test_a_machines_ratio(ranks: int, slowdown: float) -> None:
     machine = Machine(ranks, 0.001, 0.5, slowdown)
     away = 1024 * ROW_BYTES * (ranks - 1) / ranks
     exchanges = 2 * away / machine.link.bandwidth
-    experts = EXPERTS * machine.speed.start_s + 1024 * machine.speed.row_s
+    experts = EXPERTS * machine.speed.latency_s + 1024 / machine.speed.per_s
     assert exchanges / experts == pytest.approx(0.5, rel=1e-3)
     assert exchanges == pytest.approx(0.054 * slowdown, rel=1e-3)
     assert machine.link.latency == 0.001 * slowdown

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from generating import Generated, Load, Ran, Workload, serve_load
+from generating import Generated, Load, Workload, serve_load
 from generation_race import Turn, speed_figures, speed_ratios
 from raced_model import drop_page_cache, read_ahead_bytes, read_ahead_of, vocabulary_of, write_gguf
 from served_stores import store_of
@@ -48,9 +48,10 @@ def turn(prefill_s: float, step_s: float, chosen: int = 9) -> Turn:
             "hits": 3,
             "misses": 1,
         },
+        cpu_s=1.0,
+        peak_resident_bytes=10,
     )
-    ran = Ran(generated=made, cpu_s=1.0, peak_resident_bytes=10)
-    return Turn(ran=ran, open_s=1.0, peak_group_bytes=20)
+    return Turn(generated=made, open_s=1.0, peak_group_bytes=20)
 
 
 def test_figures_by_hand() -> None:

@@ -13,6 +13,7 @@ there is no list of them.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from tierstore.config import option
 from tierstore.errors import ConfigError
 from tierstore.units import parse_size
 
+#: What a key ends in to name its unit.
+_UNIT = re.compile("(_bytes)?(_per)?_s$|_(bytes|count|ratio)$")
 #: Where benchmarks make their stores if ``--store`` is not given.
 WORK_DIRECTORY = Path("tierstore-bench")
 
@@ -115,6 +118,12 @@ class FigureTable:
         return [[text_of(key, _at(row, key)) for key in self.columns.values()] for row in self.rows]
 
     @staticmethod
+    def of_keys(title: str, rows: Sequence[Mapping[str, object]], *keys: str, **headings: str) -> FigureTable:
+        """A column for each of ``keys``: under its name in ``headings``, or under the key without its unit."""
+        columns = {headings.get(key, _heading(key)): key for key in keys}
+        return FigureTable(title, columns, rows)
+
+    @staticmethod
     def transposed(
         title: str, rows: Mapping[str, str], objects: Mapping[str, Mapping[str, object]]
     ) -> FigureTable:
@@ -124,6 +133,10 @@ class FigureTable:
             for heading, key in rows.items()
         ]
         return FigureTable(title, {"": "", **{name: name for name in objects}}, shown)
+
+
+def _heading(key: str) -> str:
+    return _UNIT.sub("", key.rpartition(".")[2]).replace("_", " ")
 
 
 def _at(row: Mapping[str, object], key: str) -> object:
