@@ -223,7 +223,7 @@ class Passes:
         for number in range(rounds + 1):
             for place in draw.sample(places, len(places)):
                 parts = -(-max(degrees[place]) // layer.machine.experts)
-                slot.pipelining.degrees = ChunkDegrees(*degrees[place], parts)
+                slot.chunking.degrees = ChunkDegrees(*degrees[place], parts)
                 self.mesh.data.barrier()
                 started = time.perf_counter()
                 call = ExpertPass(0, shape, slot, *rows(parts), Weighting.BY_EXPERT, SaveActivations.SAVE)
