@@ -324,7 +324,7 @@ class BuiltIn:
 
 
 def _transformers() -> Any:
-    library = transformers("a Mixtral")
+    library = transformers()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library

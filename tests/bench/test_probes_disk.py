@@ -1,5 +1,6 @@
 """The disk probe: what it moves, and that without O_DIRECT it measures the disk all the same. No test asserts a speed."""
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -18,9 +19,9 @@ class Watched(DiskProbe):
 
     log: list[tuple[str, int]]
 
-    def _submit(self, kind: str, slot: int, size: int) -> None:
-        self.log.append((kind, slot))
-        super()._submit(kind, slot, size)
+    def _submit(self, call: Callable[..., int], slot: int, size: int) -> None:
+        self.log.append((call.__name__, slot))
+        super()._submit(call, slot, size)
 
     def _drain(self, durable: Durable) -> None:
         self.log.append((f"durable {durable.value}", 0))

@@ -138,6 +138,11 @@ class CachedExperts:
         self._read_bytes: int | None = None
 
     @property
+    def late_prefetch_bytes(self) -> int:
+        """Bytes that were being read ahead when they were needed."""
+        return self._frozen.late_prefetch_bytes
+
+    @property
     def guesses(self) -> GuessCounts:
         """Counts of the guesses for its passes."""
         return self._frozen.guesses

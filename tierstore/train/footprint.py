@@ -25,11 +25,11 @@ from tierstore.train.files import text_bytes
 from tierstore.train.tasks import own_head_tasks
 from tierstore.train.vocabulary import choose_vocabulary
 
-#: Machine code that oneDNN keeps for a bf16 product, for each shape: measured with AVX-512, whatever the width; with AMX a
-#: part of it grows with the width (530 KiB at 256, 825 at 512, 1,240 at 1,024). Each row count is another shape, and an
-#: expert's pass has six products.
+#: Machine code that oneDNN keeps for a bf16 product, for each shape: measured with AVX-512, whatever the width; with AMX it
+#: grows with the width to 2 MiB (530 KiB at 256, 825 at 512, 1,240 at 1,024, 1,810 at 2,048, 1,910 at 4,096). Each row
+#: count is another shape, and an expert's pass has six products.
 _PRODUCT_BYTES = 650 << 10
-_AMX_PRODUCT_BYTES, _AMX_WIDTH_BYTES = 300 << 10, 970
+_AMX_PRODUCT_BYTES, _AMX_WIDTH_BYTES, _AMX_MOST_BYTES = 300 << 10, 970, 2 << 20
 _PRODUCTS = 6
 #: The most shapes that it keeps (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 _PRODUCT_SHAPES = 1024
@@ -246,7 +246,7 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     counts = min(tokens, -(-4 * tokens * model.architecture.top_k // model.experts))
     each = _PRODUCT_BYTES
     if "amx_tile" in processor_flags():
-        each = _AMX_PRODUCT_BYTES + _AMX_WIDTH_BYTES * model.expert_shape.d_model
+        each = min(_AMX_PRODUCT_BYTES + _AMX_WIDTH_BYTES * model.expert_shape.d_model, _AMX_MOST_BYTES)
     return min(_PRODUCTS * counts, _PRODUCT_SHAPES) * each
 
 
