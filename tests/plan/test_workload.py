@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from pipemoe_solvers import ChunkTimes, simulate_chunks
+from pipemoe_solvers import simulate_chunks
 from traffic_cases import Make, workload_of
 
 from tierstore.cache.access import Phase
@@ -129,7 +129,7 @@ def test_a_step_is_its_passes_simulated_alone(setting: Make, chunks: int, exchan
     expected = 0.0
     for one in found.degrees.passes:
         computed = one.work.experts.amount + (chunks - 1) * one.costs.alpha_e
-        times = ChunkTimes(
+        times = (
             one.work.dispatch.starts * exchange.latency_s
             + one.work.dispatch.amount / chunks / exchange.per_s,
             computed / chunks,
