@@ -107,16 +107,16 @@ def test_the_shape() -> None:
 
 @pytest.mark.slow
 def test_three_seconds_with_kills(tmp_path: Path) -> None:
-    place = tmp_path / "soak"
     sizes: list[int] = []
     shown: list[Mapping[str, object]] = []
     # As long as it takes to fetch, and to be killed twice: processes start slowly on a machine that is busy.
     for seconds in (3, 6, 12, 24):
+        place = tmp_path / f"soak of {seconds} s"  # one that failed keeps its store
         found = small_soak(
             place,
             seconds,
             kill_every_s=0.6,
-            between_lives=lambda life: sizes.append(disk_bytes(place)),
+            between_lives=lambda life, place=place: sizes.append(disk_bytes(place)),
             watch=shown.append,
         )
         assert [line for line in found["failures"] if not line.startswith("nothing was fetched")] == []

@@ -159,7 +159,7 @@ class Run:
 def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
     run = Run(fast_path).record(prepare=True)
     assert run.violation(share(500))[1] == ""
-    tried, wrong = run.undo_violation(share(2000))
+    tried, wrong = run.undo_violation(share(8000))
     assert wrong == ""
     assert tried >= share(100)
 
