@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest_store import small_store
-from crash_states import Entry, Event, Promise, as_change, read_log
+from crash_states import CrashState, Entry, Event, crash_states, read_log, without_syncs
 from effort import share
-from power_loss import Content, CrashState, Kind, crash_states, empty
 
 from tierstore.errors import StoreError
 from tierstore.store import OpenAt, ParameterStore, StoreConfig, StripeConfig
@@ -37,7 +36,7 @@ class Run:
         self.prepared: dict[int, bytes] = {}  # images between a prepared commit and its acknowledgement
         self.crcs: dict[int, int] = {}
         self.log: list[Entry] = []
-        self.files: dict[str, Content] = {}  # of zeros, as large as at the end
+        self.sizes: dict[Path, int] = {}
         #: Called before each acknowledgement: what another rank's delay leaves time for.
         self.meanwhile: Callable[[ParameterStore], None] = lambda store: None
 
@@ -71,7 +70,7 @@ class Run:
         self.log = read_log(log)
         for name in ("run", *self.further):
             for file in (self.directory / name / "extents").iterdir():
-                self.files[str(file.relative_to(self.directory))] = Content(size=file.stat().st_size)
+                self.sizes[file.relative_to(self.directory)] = file.stat().st_size
         return self
 
     def _image(self, store: ParameterStore) -> bytes:
@@ -83,29 +82,42 @@ class Run:
         # This catches records up and evicts some: writes that belong to no commit yet are in the log too.
         self.crcs[store.last_commit.generation] = store.records_crc32c()
 
-    def reopen(self, state: CrashState, generation: int, at: OpenAt = OpenAt.LAST) -> str:
-        """What is wrong with the store that ``state`` leaves; empty when it is the commit it should be: ``generation``, or
-        the one before when that, prepared, is undone.
-        """
-        image = self.images[generation] if at is OpenAt.LAST else self.prepared[generation]
+    def reopen(self, state: CrashState, generation: int) -> str:
+        """What is wrong with the store that ``state`` leaves; empty when it is the commit it should be."""
+        return self._reopen(state, generation, self.images[generation], OpenAt.LAST)
+
+    def go_back(self, state: CrashState, generation: int) -> str:
+        """What is wrong with the store when commit ``generation``, prepared, is undone."""
+        return self._reopen(state, generation, self.prepared[generation], OpenAt.PREVIOUS)
+
+    def _reopen(self, state: CrashState, generation: int, image: bytes, at: OpenAt) -> str:
         crashed = self.directory / "crashed"
         path = crashed / "run"
-        crashed.mkdir(exist_ok=True)
-        empty(crashed)
-        state.write(crashed)
-        for name in ("run", *self.further):
-            shutil.copy(self.directory / name / "tierstore.json", crashed / name)
+        if not path.exists():
+            (path / "index").mkdir(parents=True)
+            for name in ("run", *self.further):
+                (crashed / name / "extents").mkdir(parents=True)
+                shutil.copy(self.directory / name / "tierstore.json", crashed / name)
         with open(path / "index" / "data.mdb", "wb") as file:
             file.write(image)
             file.truncate(max(file.tell(), 1 << 20))
+        for name, size in self.sizes.items():
+            with open(crashed / name, "wb") as file:
+                file.truncate(size)
+                for page, data in state.pages.get(str(self.directory / name), {}).items():
+                    file.seek(page * 4096)
+                    file.write(data)
         try:
             stripe = StripeConfig(directories=tuple(crashed / name for name in self.further))
             with ParameterStore.open(path, replace(CONFIG, stripe=stripe), at=at) as store:
                 failures = store.verify().failures
                 if failures:
                     return failures[0]
-                if store.last_commit.generation != generation:
-                    return f"generation {store.last_commit.generation}"
+                if (
+                    store.last_commit.generation != generation
+                    or store.last_commit.generation < state.acknowledged
+                ):
+                    return f"generation {store.last_commit.generation}, acknowledged {state.acknowledged}"
                 expected = generation - (at is OpenAt.PREVIOUS)
                 if store.records_crc32c() != self.crcs[expected]:
                     return f"content is not that of commit {expected}"
@@ -113,41 +125,24 @@ class Run:
             return str(error)
         return ""
 
-    def states(self, count: int, unsynced: str | None = None) -> Iterator[tuple[CrashState, Promise]]:
-        """``count`` states, from the first commit on; with ``unsynced``, of a build that never syncs files whose names
-        begin so.
-        """
-        changes, promises = [], [Promise()]
-        for entry in self.log:
-            changes.append(as_change(entry, self.directory))
-            promises.append(promises[-1].after(entry))
-            if unsynced is not None and changes[-1][2] == "fsync" and changes[-1][3].startswith(unsynced):
-                changes[-1] = ("end", 0, "", "", 0, b"")
-        first = next(cut for cut, promise in enumerate(promises) if promise.generations) - 1
-        names = ("run", *self.further)
-        directories = [*names, "run/index", *(f"{name}/extents" for name in names)]
-        start = CrashState(0, Kind.PREFIX, directories, self.files)
-        drawn = crash_states(changes, count, first=first, start=start, promise=promises.__getitem__)
-        return ((state, promises[state.cut]) for state in drawn)
-
     def undo_violation(self, count: int) -> tuple[int, str]:
         """States tried in which the last commit is not acknowledged, and the first that cannot be undone."""
         tried = 0
-        for state, promise in self.states(count):
-            for generation in promise.generations:
-                if generation in self.prepared and (promise.undoable or generation > promise.acknowledged):
+        for state in crash_states(self.log, count, 0):
+            for generation in state.generations:
+                if generation in self.prepared and (state.unacknowledged or generation > state.acknowledged):
                     tried += 1
-                    wrong = self.reopen(state, generation, OpenAt.PREVIOUS)
+                    wrong = self.go_back(state, generation)
                     if wrong:
                         return tried, f"cut {state.cut}, undoing generation {generation}: {wrong}"
         return tried, ""
 
-    def violation(self, count: int, unsynced: str | None = None) -> tuple[int, str]:
+    def violation(self, log: list[Entry], count: int, seed: int = 0) -> tuple[int, str]:
         """States tried, and the first thing found wrong."""
         tried = 0
-        for state, promise in self.states(count, unsynced):
+        for state in crash_states(log, count, seed):
             # The next index image is the harder one: it refers to what was written last.
-            generation = promise.generations[tried % len(promise.generations)]
+            generation = state.generations[tried % len(state.generations)]
             tried += 1
             wrong = self.reopen(state, generation)
             if wrong:
@@ -158,8 +153,8 @@ class Run:
 @pytest.mark.slow
 def test_a_prepared_commit_can_be_undone_until_it_is_acknowledged(fast_path: Path) -> None:
     run = Run(fast_path).record(prepare=True)
-    assert run.violation(share(500))[1] == ""
-    tried, wrong = run.undo_violation(share(8000))
+    assert run.violation(run.log, share(500))[1] == ""
+    tried, wrong = run.undo_violation(share(2000))
     assert wrong == ""
     assert tried >= share(100)
 
@@ -198,10 +193,12 @@ def record(fast_path: Path) -> Callable[[], Run]:
 def test_a_thousand_crash_states(record: Callable[[], Run], record_property: Callable[..., None]) -> None:
     run = record()
     count = share(1000)
-    tried, wrong = run.violation(count)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
     assert tried >= count
-    assert len({state.cut for state, _ in run.states(1000)}) > len(run.log) // 2
+    assert {state.cut for state in crash_states(run.log, 1000, 0)} >= set(
+        range(len(run.log) // 2, len(run.log))
+    )
     record_property("states", tried)
 
 
@@ -212,15 +209,15 @@ def test_crash_states_of_two_drives(fast_path: Path) -> None:
     written = {Path(entry.text).parent.parent.name for entry in run.log if entry.event is Event.WRITE_SUBMIT}
     assert written == {"run", "b"}
     count = share(700)
-    tried, wrong = run.violation(count)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
     assert tried >= count
-    assert run.violation(700, "b/")[1] != ""
+    assert run.violation(without_syncs(run.log, str(fast_path / "b")), 700)[1] != ""
 
 
 def test_without_fdatasync_the_replay_fails(record: Callable[[], Run]) -> None:
     run = record()
-    assert run.violation(1000, "")[1] != ""
+    assert run.violation(without_syncs(run.log), 1000)[1] != ""
 
 
 def test_without_copy_on_write_the_replay_fails(
@@ -229,7 +226,7 @@ def test_without_copy_on_write_the_replay_fails(
     monkeypatch.setattr(Extent, "shared", lambda self, slot: False)
     run = record()
     monkeypatch.undo()
-    assert run.violation(1000)[1] != ""
+    assert run.violation(run.log, 1000)[1] != ""
 
 
 def test_freeing_slots_before_the_commit_fails_the_replay(
@@ -256,4 +253,4 @@ def test_freeing_slots_before_the_commit_fails_the_replay(
     monkeypatch.setattr(LiveIndex, "release", release)
     run = record()
     monkeypatch.undo()
-    assert run.violation(1000)[1] != ""
+    assert run.violation(run.log, 1000)[1] != ""

@@ -199,7 +199,7 @@ def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> Non
     run = Run(fast_path).record()
     assert sum(entry.event is Event.PUNCH_SUBMIT for entry in run.log) > 20
     count = share(1000)
-    tried, wrong = run.violation(count)
+    tried, wrong = run.violation(run.log, count)
     assert wrong == ""
     assert tried >= count
 
@@ -208,7 +208,7 @@ def test_holes_in_every_crash_state(fast_path: Path, give_all_back: None) -> Non
 def test_holes_in_prepared_commits(fast_path: Path, give_all_back: None) -> None:
     run = Run(fast_path).record(prepare=True)
     assert any(entry.event is Event.PUNCH_SUBMIT for entry in run.log)
-    assert run.violation(share(150))[1] == ""
+    assert run.violation(run.log, share(150))[1] == ""
     tried, wrong = run.undo_violation(share(500))
     assert wrong == ""
     assert tried >= share(20)
@@ -231,4 +231,4 @@ def test_a_hole_before_the_commit_is_durable_fails_the_replay(
     monkeypatch.setattr(Committer, "_write_index", eager)
     run = Run(fast_path).record()
     monkeypatch.undo()
-    assert run.violation(1000)[1] != ""
+    assert run.violation(run.log, 1000)[1] != ""
