@@ -101,15 +101,18 @@ def benchmark_command(name: str, kind: type[Benchmark]) -> click.Command:
         figures = {key: to_json(value) for key, value in found.figures.items()}
         comparisons: list[Comparison] = []
         try:
-            document = Document(
-                bench=bench,
-                options={key: said for key, value in given.items() if (said := _plain(value)) is not None},
-                machine=machine_facts(benchmark.measured_in),
-                started=started,
-                ended=now(),
-                measurements=tuple(found.measurements),
-                figures=figures,
-            )
+            if save is not None or html is not None or old is not None:
+                document = Document(
+                    bench=bench,
+                    options={
+                        key: said for key, value in given.items() if (said := _plain(value)) is not None
+                    },
+                    machine=machine_facts(benchmark.measured_in),
+                    started=started,
+                    ended=now(),
+                    measurements=tuple(found.measurements),
+                    figures=figures,
+                )
             if save is not None:  # first: a later error must not lose a long run's results
                 save_document(document, save)
             if old is not None:

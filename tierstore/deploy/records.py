@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from tierstore.capabilities import Capability
-from tierstore.config import check_least, check_positive
+from tierstore.config import check_least, check_positive, key
 from tierstore.errors import ConfigError, StoreFormatError, TierstoreError
 from tierstore.hf.manifest import from_json
 from tierstore.machine import MemoryAccount
@@ -62,15 +62,9 @@ class Method(StrEnum):
 class CompressionConfig:
     """Changes of the experts. None leaves them unchanged."""
 
-    experts: int | None = field(
-        default=None, metadata={"help": "experts of a layer after compression (default: all)"}
-    )
-    method: Method = field(
-        default=Method.MERGE, metadata={"help": "merge similar experts, or prune the least used ones"}
-    )
-    weights: ExpertWeights | None = field(
-        default=None, metadata={"help": "format of the experts' weights (default: as in the store)"}
-    )
+    experts: int | None = key(None, "experts of a layer after compression (default: all)")
+    method: Method = key(Method.MERGE, "merge similar experts, or prune the least used ones")
+    weights: ExpertWeights | None = key(None, "format of the experts' weights (default: as in the store)")
 
     def __post_init__(self) -> None:
         check_least(self, 1, "experts", table="--")
@@ -80,19 +74,15 @@ class CompressionConfig:
 class DistillationConfig:
     """The distillation of a compressed model from its teacher, and its text."""
 
-    text: tuple[Path, ...] = field(
-        default=(), metadata={"help": "text file to calibrate, distil and evaluate with; repeat for several"}
-    )
-    minutes: float = field(default=30.0, metadata={"help": "minutes of distillation (0: none)"})
-    steps: int = field(default=0, metadata={"help": "steps of distillation (0: all that --minutes allow)"})
-    rate: float = field(default=3e-4, metadata={"help": "largest learning rate"})
-    rows: int = field(default=4, metadata={"help": "windows per step"})
-    length: int = field(default=256, metadata={"help": "tokens per window"})
-    held_out: int = field(
-        default=16, metadata={"help": "largest number of held-out windows, on which losses are measured"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the order of windows"})
-    commit_s: float = field(default=60.0, metadata={"help": "seconds between two commits"})
+    text: tuple[Path, ...] = key((), "text file to calibrate, distil and evaluate with; repeat for several")
+    minutes: float = key(30.0, "minutes of distillation (0: none)")
+    steps: int = key(0, "steps of distillation (0: all that --minutes allow)")
+    rate: float = key(3e-4, "largest learning rate")
+    rows: int = key(4, "windows per step")
+    length: int = key(256, "tokens per window")
+    held_out: int = key(16, "largest number of held-out windows, on which losses are measured")
+    seed: int = key(0, "seed of the order of windows")
+    commit_s: float = key(60.0, "seconds between two commits")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "minutes", "steps", table="--")
@@ -112,15 +102,10 @@ class DistillationConfig:
 class PlacementConfig:
     """The machine that will serve the model. ``segments``: the first block of each segment; empty: chosen automatically."""
 
-    memory: int | None = field(
-        default=None, metadata={"size": True, "help": "memory of a rank (default: its part of the machine's)"}
-    )
-    ranks: int = field(
-        default=1, metadata={"help": "ranks that share the experts, each with a part of the machine"}
-    )
-    segments: tuple[int, ...] = field(
-        default=(),
-        metadata={"help": "first block of each segment, such as 0,8,16 (default: chosen by memory)"},
+    memory: int | None = key(None, "memory of a rank (default: its part of the machine's)", size=True)
+    ranks: int = key(1, "ranks that share the experts, each with a part of the machine")
+    segments: tuple[int, ...] = key(
+        (), "first block of each segment, such as 0,8,16 (default: chosen by memory)"
     )
 
     def __post_init__(self) -> None:
@@ -141,14 +126,9 @@ class DeployConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    graphs: Capability = field(
-        default=Capability.AUTO, metadata={"help": "compile the dense segments to graphs"}
-    )
-    host_budget: int = field(
-        default=1 << 30,
-        metadata={"size": True, "help": "memory for the experts of each model that a stage opens"},
-    )
-    threads: int = field(default=0, metadata={"help": "torch's threads (0: one for each core)"})
+    graphs: Capability = key(Capability.AUTO, "compile the dense segments to graphs")
+    host_budget: int = key(1 << 30, "memory for the experts of each model that a stage opens", size=True)
+    threads: int = key(0, "torch's threads (0: one for each core)")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "threads", table="--")

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from tierstore.cache.config import CacheConfig
 from tierstore.capabilities import Capability
-from tierstore.config import check_least, check_positive
+from tierstore.config import check_least, check_positive, key
 from tierstore.errors import ConfigError
 from tierstore.links import LinksConfig
 from tierstore.prefetch.plan import PrefetchConfig
@@ -30,15 +30,11 @@ class ExpertMemory(Enum):
 class RingConfig:
     """Ring memory on the device."""
 
-    memory: ExpertMemory = field(
-        default=ExpertMemory.AUTO, metadata={"help": "ring: whole layers; sparse: chosen experts"}
-    )
-    layers: int = field(default=0, metadata={"help": "layers in the ring (0: as many as fit in the budget)"})
-    profile: Path | None = field(
-        default=None,
-        metadata={
-            "help": "file of bench machine, or the name of a GPU, with the costs that auto uses (none: assumed costs)"
-        },
+    memory: ExpertMemory = key(ExpertMemory.AUTO, "ring: whole layers; sparse: chosen experts")
+    layers: int = key(0, "layers in the ring (0: as many as fit in the budget)")
+    profile: Path | None = key(
+        None,
+        "file of bench machine, or the name of a GPU, with the costs that auto uses (none: assumed costs)",
     )
 
     def __post_init__(self) -> None:
@@ -49,15 +45,9 @@ class RingConfig:
 class BatchConfig:
     """The batch of sequences."""
 
-    sequences: int = field(default=8, metadata={"help": "most sequences in the batch"})
-    context: int = field(
-        default=0,
-        metadata={"help": "most tokens of a sequence, prompt and answer (0: what model and memory allow)"},
-    )
-    invariant: bool = field(
-        default=False,
-        metadata={"help": "compute each request with the same bits as if it were alone in the batch"},
-    )
+    sequences: int = key(8, "most sequences in the batch")
+    context: int = key(0, "most tokens of a sequence, prompt and answer (0: what model and memory allow)")
+    invariant: bool = key(False, "compute each request with the same bits as if it were alone in the batch")
 
     def __post_init__(self) -> None:
         check_least(self, 1, "sequences", table="batch.")
@@ -68,27 +58,17 @@ class BatchConfig:
 class LimitsConfig:
     """Limits of a server: its queue, the sizes of requests and answers, and times."""
 
-    queue: int = field(default=64, metadata={"help": "most requests that wait for a place in the batch"})
-    queue_tokens: int = field(
-        default=65536, metadata={"help": "most tokens of all waiting requests, prompts and answers"}
-    )
-    tokens: int = field(default=0, metadata={"help": "most tokens of an answer (0: what the context leaves)"})
-    default_tokens: int = field(
-        default=256, metadata={"help": "most tokens of an answer if its request sets no limit"}
-    )
-    prefill_tokens: int = field(
-        default=4096, metadata={"help": "most prompt tokens in one prefill (a longer prompt runs alone)"}
-    )
-    request_s: float = field(default=600.0, metadata={"help": "most seconds of a request, waiting included"})
-    drain_s: float = field(
-        default=60.0, metadata={"help": "seconds for accepted requests to finish after SIGTERM or SIGINT"}
-    )
-    body: int = field(default=4 << 20, metadata={"size": True, "help": "largest request body"})
-    connections: int = field(default=512, metadata={"help": "most open connections"})
-    receive_s: float = field(default=15.0, metadata={"help": "seconds in which a client must send a request"})
-    send_s: float = field(
-        default=30.0, metadata={"help": "seconds in which a client must accept the data sent to it"}
-    )
+    queue: int = key(64, "most requests that wait for a place in the batch")
+    queue_tokens: int = key(65536, "most tokens of all waiting requests, prompts and answers")
+    tokens: int = key(0, "most tokens of an answer (0: what the context leaves)")
+    default_tokens: int = key(256, "most tokens of an answer if its request sets no limit")
+    prefill_tokens: int = key(4096, "most prompt tokens in one prefill (a longer prompt runs alone)")
+    request_s: float = key(600.0, "most seconds of a request, waiting included")
+    drain_s: float = key(60.0, "seconds for accepted requests to finish after SIGTERM or SIGINT")
+    body: int = key(4 << 20, "largest request body", size=True)
+    connections: int = key(512, "most open connections")
+    receive_s: float = key(15.0, "seconds in which a client must send a request")
+    send_s: float = key(30.0, "seconds in which a client must accept the data sent to it")
 
     def __post_init__(self) -> None:
         counts = ("queue", "queue_tokens", "default_tokens", "prefill_tokens", "body", "connections")
@@ -101,13 +81,10 @@ class LimitsConfig:
 class GraphsConfig:
     """Compilation of the dense parts of decoder blocks by ``torch.compile``."""
 
-    compile: Capability = field(
-        default=Capability.OFF,
-        metadata={"help": "compile the dense parts of blocks; they then round otherwise than in eager mode"},
+    compile: Capability = key(
+        Capability.OFF, "compile the dense parts of blocks; they then round otherwise than in eager mode"
     )
-    cache: Path | None = field(
-        default=None, metadata={"help": "directory of compiled kernels (none: inductor's default)"}
-    )
+    cache: Path | None = key(None, "directory of compiled kernels (none: inductor's default)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +108,8 @@ class ServeConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in self.training_only:
-            table, name = key.split(".")
+        for dotted in self.training_only:
+            table, name = dotted.split(".")
             given = getattr(self, table)
             if getattr(given, name) != getattr(type(given)(), name):
-                raise ConfigError(f"{key}: has effect in training only; serving does not take it")
+                raise ConfigError(f"{dotted}: has effect in training only; serving does not take it")
