@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from click.testing import CliRunner, Result
+from tiny_runs import MODEL
 
 from tierstore.cli.main import cli
 
 TEXT = "the expert fetched its page from the slower tier; " * 400
 #: 16 experts, whose records do not fit into the budget.
 TINY: dict[str, object] = {
-    **{"model.d_model": 16, "model.n_layers": 2, "model.n_heads": 2, "model.seq_len": 8, "model.d_ff": 32},
+    **MODEL,
     **{"model.experts": 8, "data.batch_size": 2, "host_budget": "192KiB", "threads": 1, "device": "cpu"},
     **{"eval_batches": 1, "sample_tokens": 0},
 }
@@ -26,7 +26,6 @@ def toml(settings: Mapping[str, object]) -> str:
 
 def tiny_run(directory: Path, settings: Mapping[str, object]) -> Path:
     """A configuration file in ``directory``: ``TINY`` with ``settings``, and its text beside it."""
-    torch.set_num_threads(1)
     (directory / "text.txt").write_text(TEXT)
     path = directory / "run.toml"
     path.write_text(toml({**TINY, "data.paths": [str(directory / "text.txt")], **settings}))
@@ -41,6 +40,13 @@ def done(*words: object) -> Result:
     result = invoke(*words)
     assert result.exit_code == 0, (words, result.stderr, result.exception)
     return result
+
+
+def refused(*words: object) -> str:
+    """What a command that ends with status 2 says on stderr."""
+    result = invoke(*words)
+    assert result.exit_code == 2, (words, result.stderr, result.exception)
+    return result.stderr
 
 
 def object_of(*words: object) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from checkpoints import (
     tensors_of,
     write,
 )
-from click.testing import CliRunner
+from command_line import refused
 from lora_cases import quiet_peft, session
 from refusals import Refusal, each_of, refuses
 from safetensors import SafetensorError, safe_open
@@ -33,7 +33,6 @@ from test_quantized import _FP8, _fp8_checkpoint
 from tiny_families import make_config, plain_model
 
 from tierstore import capabilities
-from tierstore.cli.main import cli
 from tierstore.errors import (
     CapabilityError,
     ConfigError,
@@ -131,9 +130,7 @@ def told(given: Given, words: str) -> None:
     for word in words.split():
         if word.startswith("made-"):
             given.made(word.removeprefix("made-"))
-    result = CliRunner().invoke(cli, words.split())
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
+    (line,) = refused(*words.split()).splitlines()
     raise Told(line)
 
 

@@ -10,11 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
-from click.testing import CliRunner
 
-from tierstore.cli.main import cli
 from tierstore.config import dump
 from tierstore.train.config import TrainConfig
 from tierstore.train.ranks import Opening
@@ -45,12 +44,11 @@ def refused(tmp_path: Path) -> Callable[..., str]:
         elif not file.exists():
             file.write_text("")
         before = content(tmp_path)
-        result = CliRunner().invoke(cli, ["train", str(file), *options])
-        assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
-        assert result.stderr.startswith("tierstore: error: ")
-        assert result.stderr.count("\n") == 1
+        said = command_line.refused("train", file, *options)
+        assert said.startswith("tierstore: error: ")
+        assert said.count("\n") == 1
         assert content(tmp_path) == before
-        return result.stderr
+        return said
 
     return run
 
