@@ -81,6 +81,10 @@ def crossing(speeds: Sequence[float], ratios: Sequence[float]) -> float | None:
     return found if speeds[0] <= found <= speeds[-1] else None
 
 
+def formulas(tokens: int, width: int, ranks: int, top_k: int) -> RowBytes:
+    return RowBytes(tokens=tokens, width=width, itemsize=ITEM_BYTES, ranks=ranks, top_k=top_k)
+
+
 def expected_speeds(of: RowBytes) -> dict[str, float]:
     return {"rows": of.rows_crossover, "all-reduce": of.all_reduce_crossover}
 
@@ -90,9 +94,7 @@ class Case:
 
     def __init__(self, world: RankGroup, tokens: int, width: int, top_k: int) -> None:
         self._world, self._width, self._top_k = world, width, top_k
-        self.formulas = RowBytes(
-            tokens=tokens, width=width, itemsize=ITEM_BYTES, ranks=world.size, top_k=top_k
-        )
+        self.formulas = formulas(tokens, width, world.size, top_k)
         turn_T = torch.arange(tokens) % EXPERTS
         #: Token i goes to experts i, i + 1, ...: in any run of tokens each expert is chosen equally often.
         expert_TK = (turn_T.unsqueeze(1) + torch.arange(top_k)) % EXPERTS
@@ -289,9 +291,7 @@ def main() -> None:
         top_ks = [top_k for size, top_k in CASES if size == ranks]
         answers = run_ranks(rank, ranks, top_ks, asked.tokens, asked.width, asked.rounds, asked.pass_s)
         for number, top_k in enumerate(top_ks):
-            of = RowBytes(
-                tokens=asked.tokens, width=asked.width, itemsize=ITEM_BYTES, ranks=ranks, top_k=top_k
-            )
+            of = formulas(asked.tokens, asked.width, ranks, top_k)
             cases.append(result(of, [answer[number] for answer in answers]))
     sent, crossovers = (
         [{**case, "way": way, **of} for case in cases for way, of in case[part].items()]

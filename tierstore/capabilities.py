@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,15 @@ def probe_huge_pages(sys: Path = _SYS) -> Finding:
     return Finding(chosen in ("always", "madvise"), f"transparent_hugepage is {chosen or text!r}")
 
 
-def processor_flags(proc: Path = _PROC) -> set[str]:
-    """The instructions that the processor has, as Linux names them; empty on other processors than x86."""
+@cache
+def processor_flags(proc: Path = _PROC) -> frozenset[str]:
+    """The instructions that the processor has, as Linux names them; empty on other processors than x86. Read once: the
+    kernel makes the text anew for all cores each time.
+    """
     for line in kernel_text(proc / "cpuinfo").splitlines():
         if line.startswith("flags"):
-            return set(line.partition(":")[2].split())
-    return set()
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
 
 
 def instruction_sets(proc: Path = _PROC) -> list[str]:

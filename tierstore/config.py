@@ -174,13 +174,13 @@ def dotted_fields(cls: type[object]) -> list[FieldInfo]:
 
 
 def check_least(config: object, least: float, *names: str, table: str = "") -> None:
-    """Raises ConfigError naming the field, of ``table``, unless all fields ``names`` are finite and at least ``least``, or
-    None.
+    """Raises ConfigError naming the field, of ``table`` (``--``: an option of a command), unless all fields ``names`` are
+    finite and at least ``least``, or None.
     """
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < math.inf:
-            raise ConfigError(f"{table}{name}: expected at least {least}, got {value}")
+            raise ConfigError(f"{_named(table, name)}: expected at least {least}, got {value}")
 
 
 def check_positive(config: object, *names: str, table: str = "") -> None:
@@ -188,7 +188,11 @@ def check_positive(config: object, *names: str, table: str = "") -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{table}{name}: expected more than 0, got {value}")
+            raise ConfigError(f"{_named(table, name)}: expected more than 0, got {value}")
+
+
+def _named(table: str, name: str) -> str:
+    return f"--{name.replace('_', '-')}" if table == "--" else f"{table}{name}"
 
 
 def choose_member(config: object, name: str, kind: type[Enum]) -> None:

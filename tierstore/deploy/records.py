@@ -87,10 +87,8 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         check_least(self, 0, "minutes", "steps", table="--")
         check_positive(self, "rate", table="--")
-        check_least(self, 1, "rows", table="--")
+        check_least(self, 1, "rows", "held_out", table="--")
         check_least(self, 2, "length", table="--")
-        if self.held_out < 1:
-            raise ConfigError(f"--held-out: expected at least 1, got {self.held_out}")
 
     @property
     def trains(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class QuantizedWeights:
         if self.products is None:
             torch.mm(x_MK, self.matrix(index, x_MK.dtype).t(), out=out_MN)
             return
-        codes, scales = self.data[span.codes].numpy(), self.data[span.scales].numpy().view(np.float32)
+        codes, scales = self.data[span.codes].numpy(), self.plain(index).numpy()
         # A slice of an expert's own rows is contiguous; others are copied.
         out = (
             out_MN

@@ -101,10 +101,14 @@ class ExpertBudget:
     @property
     def least(self) -> int:
         """The smallest host budget that can be divided, in bytes."""
-        cache = minimum_host_budget(
-            self.records.schemas, self.config.cache, len(self.spec.moe_layers), StoreAccess.READ
+        return self._least_cache + self._host_slot_bytes
+
+    @property
+    def _least_cache(self) -> int:
+        schemas, layers = self.records.schemas, len(self.spec.moe_layers)
+        return self.records.scratch + minimum_host_budget(
+            schemas, self.config.cache, layers, StoreAccess.READ
         )
-        return self.records.scratch + cache + self._host_slot_bytes
 
     def full(self, share: float = 1.0) -> int:
         """The host budget with which the cache holds ``share`` of all experts of a rank, in bytes."""
@@ -122,9 +126,9 @@ class ExpertBudget:
         least, config = self.least, self.config
         longest = self.spec.positions or self.spec.seq_len
         context = config.batch.context or min(_LEAST_CONTEXT, longest)
+        given = self.of(least).config
 
         def account(context: int) -> MemoryAccount:
-            given = replace(config, host_budget=least)
             return served_account(given, self.spec, self.device, process=process, context=context)
 
         account(context).check(allowed, "batch.sequences or batch.context")
@@ -146,7 +150,7 @@ class ExpertBudget:
                 f"the minimum is {least} bytes ({format_bytes(least)})"
             )
         beside = 0 if pairs is None else pairs.nbytes
-        each, least_cache = self._slots(1).nbytes, least - self._host_slot_bytes
+        each, least_cache = self._slots(1).nbytes, self._least_cache
         room = config.host_budget - least_cache - beside
         slots = self._slots(self._slot_count(each, room, None if free is None else free - beside))
         cache = config.host_budget - (slots.nbytes + beside if self.device is DeviceKind.CPU else 0)

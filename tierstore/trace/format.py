@@ -212,6 +212,8 @@ _EVENT_COLUMNS = (
 )
 _UNIT_COLUMNS = (("records", "<u4"), ("flags", "<u2"))
 _ALL_COLUMNS = _EVENT_COLUMNS + _UNIT_COLUMNS
+#: The fields of ``EventColumns`` with a value for each event.
+_BY_EVENT = ("kinds", "phases", "layers", "at", "steps")
 
 
 class TraceKind(enum.IntEnum):
@@ -367,7 +369,7 @@ class EventColumns:
         counts = np.concatenate([np.diff(part.offsets) for part in (empty, *parts)])
         columns = {
             name: np.concatenate([getattr(part, name) for part in (empty, *parts)])
-            for name in ("records", "kinds", "phases", "layers", "at", "steps", "flags")
+            for name in ("records", *_BY_EVENT, "flags")
         }
         return EventColumns.build(counts, columns.pop("records"), **columns)
 
@@ -382,9 +384,7 @@ class EventColumns:
     def part(self, first: int, last: int) -> EventColumns:
         """Events ``first`` to ``last`` (excluded), as views; only the offsets are copied."""
         begin, end = int(self.offsets[first]), int(self.offsets[last])
-        events = {
-            name: getattr(self, name)[first:last] for name in ("kinds", "phases", "layers", "at", "steps")
-        }
+        events = {name: getattr(self, name)[first:last] for name in _BY_EVENT}
         return EventColumns(
             **events,
             offsets=self.offsets[first : last + 1] - np.uint64(begin),
