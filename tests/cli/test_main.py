@@ -123,6 +123,7 @@ def test_a_warning_is_one_line(tmp_path: Path) -> None:
         ("train", "glibc.malloc.mxfast=64", "glibc.malloc.mxfast=64:glibc.malloc.tcache_count=0"),
         ("train", "glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"),
         ("generate", None, "None"),
+        ("verify", None, "None"),
         ("--help", None, "None"),
     ],
 )

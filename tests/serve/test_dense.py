@@ -111,7 +111,7 @@ def logits(parts: ServedParts, *lengths: int) -> list[torch.Tensor]:
 def test_off_unless_asked_for(store: Path) -> None:
     config = serving(store)
     with open_served(config) as parts, compiled_blocks(parts.model, config) as made:
-        assert made.resolution.reason == "switched off"
+        assert made.compiling.reason == "switched off"
 
 
 def test_a_graph_that_is_refused_is_computed_eagerly(store: Path) -> None:
@@ -177,7 +177,7 @@ def test_inductor_is_near_the_eager_model(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_excludes_graphs(store: Path, values: dict[str, Any], reason: str) -> None:
     with open_served(serving(store, **values)) as parts:
         with compiled_blocks(parts.model, serving(store, graphs__compile="auto", **values)) as made:
-            assert made.resolution.reason == reason
+            assert made.compiling.reason == reason
         asked = serving(store, graphs__compile="on", **values)
         with refuses(CapabilityError, "graphs.compile", reason), compiled_blocks(parts.model, asked):
             raise AssertionError

@@ -196,7 +196,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
                 f"without O_DIRECT in {directory}: {found.reason}; each pass once, pages dropped before"
             )
     backends = list(bench.backends)
-    if IoBackendName.URING in backends and not (ring := probe_io_uring()).available:
+    if IoBackendName.URING in backends and not (ring := probe_io_uring()):
         backends.remove(IoBackendName.URING)
         notes.append(f"without io_uring: {ring.reason}")
     if not backends:
@@ -205,7 +205,7 @@ def effective(bench: IoBench) -> tuple[IoBench, list[str]]:
         notes += [
             f"pmem in {directory} is mapped page cache, not persistent memory: {dax.reason}"
             for directory in bench.places
-            if not (dax := probe_dax(directory)).available
+            if not (dax := probe_dax(directory))
         ]
     return replace(bench, direct=direct, backends=tuple(backends)), notes
 

@@ -75,7 +75,7 @@ def rank_namespaces(
         yield []
         return
     finding = probe_namespaces()
-    if not finding.available:
+    if not finding:
         raise CapabilityError(f"{option}: no network namespaces here: {finding.reason}")
     # A process may have several networks at a time.
     with _network(f"tierstore-{os.getpid()}-{secrets.token_hex(4)}", ranks, bandwidth) as made:

@@ -94,11 +94,11 @@ class ScaleBench(Benchmark):
     def __post_init__(self) -> None:
         check_least(self, 1, "accesses", "rounds")
         for name, least, found in (
-            ("records", 100, min(self.records)),
+            ("records", 100, min(self.records, default=0)),
             ("decided", 100, min(self.decided, default=100)),
             ("sizes", 2, len(self.sizes)),
             ("policies", 1, len(self.policies)),
-            ("record_bytes", _NUMEL, min(self.record_bytes, *self.dirty_bytes)),
+            ("record_bytes", _NUMEL, min([self.record_bytes, *self.dirty_bytes])),
         ):
             if found < least:
                 raise ConfigError(f"{name}: expected at least {least}, got {found}")

@@ -23,6 +23,7 @@ from tierstore.bench.harness import (
     FigureTable,
     Found,
     Progress,
+    refuse_existing,
     size_option,
     store_option,
     work_directory,
@@ -180,12 +181,13 @@ class TiersBench(Benchmark):
         return self._sweep(progress) if self.minutes is None else self.as_soak.run(progress)
 
     def _sweep(self, progress: Progress) -> Found:
+        refuse_existing(self.store)
         traffics = {size: _traffic(self, size) for size in dict.fromkeys(p.record_bytes for p in self.points)}
         needed = max(_stored_bytes(self, size, len(traffic.layers)) for size, traffic in traffics.items())
         progress.say(
             f"{len(self.points)} points of {self.point_s:g} s; stores of up to {format_bytes(needed)}"
         )
-        require_space([self.store], needed, "the largest records")
+        require_space([self.store], needed, "the records of the largest store")
         points: list[dict[str, Any]] = []
         failures: list[str] = []
         effective: Sequence[str] = []

@@ -38,7 +38,7 @@ def show_plan(made: Plan, costs: Profile, output: Output) -> None:
         _show_uses(made.uses, output)
         output.line(f"details of the use {made.setting.usage.use.value}:")
     _show_bytes(made, output)
-    gpu, cpu, ssd = map(format_bytes, made.paper.values())
+    gpu, cpu, ssd = (format_bytes(made.paper[f"{tier}_bytes"]) for tier in ("gpu", "cpu", "ssd"))
     output.line(
         f"SE-MoE's formulas, all ranks, alpha {made.alpha:.3g}: GPU {gpu} (16 D + 4 alpha S / L), "
         f"CPU {cpu} (16 alpha S), SSD {ssd} (12 S)"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from tierstore.accelerator import device_reserve
+from tierstore.config import check_least
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, UnitLayout, blocks_held, gather_copies
 from tierstore.errors import ConfigError
@@ -124,8 +125,7 @@ class Setting:
     usage: ModelUsage = field(default_factory=ModelUsage)
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
+        check_least(self, 1, "ranks", table="--")
         if self.expert < 0 or (self.expert and self.ranks % self.expert):
             raise ConfigError(
                 f"parallel.expert: expected a divisor of the {self.ranks} ranks, got {self.expert}"

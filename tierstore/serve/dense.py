@@ -108,7 +108,7 @@ _COMPILATIONS_PER_BLOCK = 4
 class CompiledBlocks:
     """The result of compiling a model's blocks."""
 
-    resolution: Finding
+    compiling: Finding
     #: Number of compiled graphs.
     compiled: int = 0
     #: Why graphs run eagerly, each reason once.
@@ -138,10 +138,10 @@ def compiled_blocks(
     ``compile_graph``: turns a graph and its example inputs into a function (default: inductor). Raises CapabilityError if
     ``graphs.compile = on`` is not possible.
     """
-    resolution = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
+    compiling = resolve("graphs.compile", config.graphs.compile, lambda: find_compiler(config, model))
     blocks = list(model.blocks)
-    made = CompiledBlocks(resolution)
-    if not resolution:
+    made = CompiledBlocks(compiling)
+    if not compiling:
         yield made
         return
     import torch._dynamo
