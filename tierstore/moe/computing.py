@@ -42,6 +42,7 @@ from tierstore.moe.experts import (
     recompute_inner,
     rows_together,
 )
+from tierstore.moe.products import compiles_products
 from tierstore.moe.source import ExpertLease, ExpertSource, ExpertSourceRef, chunking_of, together
 
 
@@ -66,6 +67,10 @@ class ExpertPass:
     rows: Rows
     weighting: Weighting
     save: SaveActivations
+
+    def pads(self, like: Tensor) -> bool:
+        """Whether experts get rows of zeros (``tile_rows``): not where the bits are to be those of transformers."""
+        return self.weighting is Weighting.BY_EXPERT and compiles_products(like)
 
 
 def compute_experts(x_TD: Tensor, weight_TK: Tensor, call: ExpertPass) -> Tensor:
@@ -153,7 +158,8 @@ class ForwardWalk(ExpertWalk):
         #: The most rows of several experts to compute together.
         self._together = 0 if saving else rows_together(call.shape, x_TD.dtype)
         most = max(rows.most_rows, min(rows.rows, self._together))
-        self._work = Workspace(call.shape, most, x_TD, inner=0 if saving else 1, scratch=scratch)
+        inner = 0 if saving else 1
+        self._work = Workspace(call.shape, most, x_TD, inner=inner, scratch=scratch, pads=call.pads(x_TD))
         self._y_ND = _new_rows(x_TD, plan)
         self._y_MD = rows.at_experts(self._y_ND)
         self.sent = [self._arriving]
@@ -228,7 +234,15 @@ class BackwardWalk(ExpertWalk):
         self._grad_x_ND = _new_rows(x_TD, call.plan)
         self._grad_x_MD = rows.at_experts(self._grad_x_ND)
         self.returned = [(self._grad_x_MD, self._grad_x_ND)]
-        self._work = Workspace(call.shape, rows.most_rows, x_TD, inner=inner, hidden=2, scratch=self._scratch)
+        self._work = Workspace(
+            call.shape,
+            rows.most_rows,
+            x_TD,
+            inner=inner,
+            hidden=2,
+            scratch=self._scratch,
+            pads=call.pads(x_TD),
+        )
 
     def _compute(self, placed: Sequence[PlacedLease]) -> None:
         for lease, number, span, part, last in placed:
@@ -302,7 +316,7 @@ class _ByExpert(BackwardWalk):
             inner = self._saved.inner_MP[span]
         else:
             inner = work.inner(1, span.stop - span.start)
-            recompute_inner(shape, lease.flat, x_MD, inner, lease.pair)
+            recompute_inner(shape, lease.flat, x_MD, inner, work, lease.pair)
         backward_expert(
             shape,
             lease.flat,

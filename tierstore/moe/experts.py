@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tierstore.moe.config import Activation, ExpertShape
+from tierstore.moe.config import Activation, ExpertShape, tile_rows
 from tierstore.moe.low_rank import LowRankTerm, PairLease, terms
 from tierstore.moe.products import multiplies_at_once, multiply_at_once
 from tierstore.moe.seeds import keyed_generator
@@ -83,7 +83,10 @@ class Scratch:
 
 
 class Workspace:
-    """Scratch memory for experts of at most ``rows`` tokens, for one pass over a layer; taken from ``scratch``, if given."""
+    """Scratch memory for experts of at most ``rows`` tokens, for one pass over a layer; taken from ``scratch``, if given.
+
+    ``pads``: rows of zeros are added to an expert's, up to ``tile_rows``, so that products have few shapes.
+    """
 
     def __init__(
         self,
@@ -94,9 +97,13 @@ class Workspace:
         inner: int = 1,
         hidden: int = 1,
         scratch: Scratch | None = None,
+        pads: bool = False,
     ) -> None:
         self._scratch = scratch or Scratch()
         self._like = like
+        self._pads = pads
+        rows = self.padded(rows)
+        self._rows = rows
         # The layout depends only on ``rows``, not on the size of shared memory: kernels are chosen by alignment.
         self._inner = inner, rows * shape.inner_rows
         self._hidden = hidden, rows * shape.d_ff
@@ -109,6 +116,24 @@ class Workspace:
     def hidden(self, index: int, rows: int) -> Tensor:
         """Scratch (rows, F), contiguous."""
         return self._part("hidden", self._hidden, index, rows, self._shape.d_ff)
+
+    def padded(self, rows: int) -> int:
+        """The number of rows to compute for an expert of ``rows`` tokens."""
+        return tile_rows(rows) if self._pads else rows
+
+    def pad(self, name: str, tensor: Tensor, rows: int) -> Tensor:
+        """A copy of ``tensor`` with zeros up to ``rows`` rows, in scratch ``name``."""
+        copy = self.take(name, tensor, rows)
+        copy[: len(tensor)].copy_(tensor)
+        copy[len(tensor) :].zero_()
+        return copy
+
+    def take(self, name: str, tensor: Tensor, rows: int) -> Tensor:
+        """Scratch ``name`` for ``rows`` rows like those of ``tensor``, with undefined content."""
+        width = math.prod(tensor.shape[1:])
+        # Memory for the most rows at once: scratch that grew from expert to expert would leave gaps in the heap.
+        memory = self._scratch.take(name, self._rows * width, tensor)
+        return memory[: rows * width].view(rows, *tensor.shape[1:])
 
     def _part(self, name: str, size: tuple[int, int], index: int, rows: int, width: int) -> Tensor:
         count, stride = size
@@ -130,8 +155,17 @@ def forward_expert(
     With a ``pair`` each projection has an additional low-rank term. Quantised weights are multiplied with
     ``QuantizedWeights.multiply``; their biases are fp32, and added to the rounded product.
     """
+    rows = x_MD.shape[0]
+    count = work.padded(rows)
+    if count > rows:
+        x_CD = work.pad("x", x_MD, count)
+        inner_CP, out_CD = work.take("padded inner", inner_MP, count), work.take("out", out_MD, count)
+        forward_expert(shape, weights, x_CD, inner_CP, out_CD, work, pair)
+        inner_MP.copy_(inner_CP[:rows])
+        out_MD.copy_(out_CD[:rows])
+        return
     inner, down = terms(pair)
-    hidden_MF = work.hidden(0, x_MD.shape[0])
+    hidden_MF = work.hidden(0, rows)
     _project_in(shape, weights, x_MD, inner, inner_MP)
     _activate(shape, inner_MP, hidden_MF)
     _project_out(shape, weights, hidden_MF, down, out_MD)
@@ -163,6 +197,22 @@ def forward_experts(
     """:func:`forward_expert` for each of ``experts``, with the same bits; keeps nothing for a backward pass. Uses inner and
     hidden scratch 0.
     """
+    whole: list[ExpertRows] = []
+    for expert in experts:
+        weights, span, pair = expert
+        rows = span.stop - span.start
+        if work.padded(rows) == rows:
+            whole.append(expert)
+        else:
+            forward_expert(shape, weights, x_MD[span], work.inner(0, rows), out_MD[span], work, pair)
+    if whole:
+        _forward_whole(shape, whole, x_MD, out_MD, work)
+
+
+def _forward_whole(
+    shape: ExpertShape, experts: Sequence[ExpertRows], x_MD: Tensor, out_MD: Tensor, work: Workspace
+) -> None:
+    """:func:`forward_experts` for experts whose rows need no padding."""
     spans = [expert.span for expert in experts]
     starts = list(itertools.accumulate((span.stop - span.start for span in spans), initial=0))
     inner_MP, hidden_MF = work.inner(0, starts[-1]), work.hidden(0, starts[-1])
@@ -208,10 +258,22 @@ def _multiply(
 
 
 def recompute_inner(
-    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
+    shape: ExpertShape,
+    flat: Tensor,
+    x_MD: Tensor,
+    inner_MP: Tensor,
+    work: Workspace,
+    pair: PairLease | None = None,
 ) -> None:
     """Write ``inner_MP`` with the same bits as :func:`forward_expert`: the product and its shape are the same."""
-    _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
+    rows = x_MD.shape[0]
+    count = work.padded(rows)
+    if count > rows:
+        inner_CP = work.take("padded inner", inner_MP, count)
+        recompute_inner(shape, flat, work.pad("x", x_MD, count), inner_CP, work, pair)
+        inner_MP.copy_(inner_CP[:rows])
+    else:
+        _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
 
 
 def backward_expert(
@@ -235,6 +297,21 @@ def backward_expert(
     need the expert's output: ``<grad_out, y> = <grad_out down, hidden>`` (without biases).
     """
     rows = x_MD.shape[0]
+    count = work.padded(rows)
+    if count > rows:
+        x_CD, inner_CP = work.pad("x", x_MD, count), work.pad("padded inner", inner_MP, count)
+        grad_out_CD, grad_x_CD = work.pad("grad out", grad_out_MD, count), work.take("out", grad_x_MD, count)
+        both = None
+        if weights is not None:
+            weight_M, grad_weight_M = weights
+            both = work.pad("weight", weight_M, count), work.take("grad weight", grad_weight_M, count)
+        backward_expert(
+            shape, flat, gradients, x_CD, inner_CP, grad_out_CD, grad_x_CD, work, pair, weights=both
+        )
+        grad_x_MD.copy_(grad_x_CD[:rows])
+        if both is not None:
+            grad_weight_M.copy_(both[1][:rows])
+        return
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     inner, down = terms(pair)
     matrices = shape.views(flat)

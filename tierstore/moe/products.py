@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tierstore import _native
+from tierstore.capabilities import processor_flags
 from tierstore.quant.weights import native_array
 
 _TYPES = (torch.float32, torch.bfloat16)
@@ -20,6 +21,11 @@ _TYPES = (torch.float32, torch.bfloat16)
 def multiplies_at_once(like: Tensor) -> bool:
     """Whether ``multiply_at_once`` takes matrices of the type and on the device of ``like``."""
     return like.device.type == "cpu" and like.dtype in _TYPES and _products() is not None
+
+
+def compiles_products(like: Tensor) -> bool:
+    """Whether oneDNN compiles a product of matrices like ``like`` for each shape, and computes it in tiles of AMX."""
+    return like.device.type == "cpu" and like.dtype == torch.bfloat16 and "amx_tile" in processor_flags()
 
 
 def slow_products(dtype: torch.dtype, device: torch.device) -> str | None:

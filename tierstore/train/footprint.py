@@ -14,8 +14,9 @@ from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.machine import MemoryAccount, working_bytes
 from tierstore.model.architecture import DenseUnit
-from tierstore.model.config import ComputeDtype
+from tierstore.model.config import ComputeDtype, ModelConfig
 from tierstore.model.vocabulary import EMBEDDING_PLACE, HEAD_PLACE
+from tierstore.moe.config import tile_rows
 from tierstore.parallel.layout import TableRows
 from tierstore.prefetch.predictor import PredictorName
 from tierstore.tiers.slots import DeviceKind
@@ -144,7 +145,7 @@ def fixed_cost(
         activations=activations,
         boundaries=boundary_split(config, ranks, len(units) - 2),
         text=_texts(config) if text is None else text,
-        working=working_bytes(activations if device is DeviceKind.CPU else 0) + product_bytes(config, device),
+        working=_working_bytes(config, activations, device),
         pairs=_pass_bytes(config, ranks),
         routers=router_bytes(config),
         tokenising=tokenising,
@@ -237,6 +238,15 @@ def _pass_bytes(config: TrainConfig, ranks: int) -> int:
     return 0 if pairs is None else 4 * (1 + together) * pairs.numel * -(-config.model.experts // sharing)
 
 
+def _working_bytes(config: TrainConfig, activations: int, device: DeviceKind) -> int:
+    """Memory beside that of any one part; ``activations`` are on ``device``."""
+    if device is not DeviceKind.CPU:
+        return working_bytes(0)
+    products = product_bytes(config, device)
+    compiling = products > 0 and "amx_tile" in processor_flags()
+    return working_bytes(activations, compiling=compiling) + products
+
+
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     """Bytes that torch keeps for the experts' products: an estimate, for row counts up to four times an expert's mean."""
     model = config.model
@@ -246,6 +256,8 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     counts = min(tokens, -(-4 * tokens * model.architecture.top_k // model.experts))
     each = _PRODUCT_BYTES
     if "amx_tile" in processor_flags():
+        if isinstance(model, ModelConfig):  # whose experts' rows are padded
+            counts = len({tile_rows(rows) for rows in range(1, counts + 1)})
         each = min(_AMX_PRODUCT_BYTES + _AMX_WIDTH_BYTES * model.expert_shape.d_model, _AMX_MOST_BYTES)
     return min(_PRODUCTS * counts, _PRODUCT_SHAPES) * each
 
