@@ -1,4 +1,4 @@
-"""Configuration: nested frozen dataclasses, read from one TOML file and from dotted names.
+"""Configuration: nested frozen dataclasses, read from a TOML file and dotted names.
 
 A component's configuration is a frozen dataclass; a run's configuration is a dataclass of those, each a
 TOML table. The same names serve the file and the command line: ``[model] d_model = 256`` in the file is
@@ -53,7 +53,7 @@ _ANY_WHOLE = 2**62  # a whole for checking a fraction's syntax, before the real 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldInfo:
-    """One field: its dotted name, its type in words, and its default (None when ``required``)."""
+    """A field's dotted name, type in words, and default (None when ``required``)."""
 
     name: str
     type: str
@@ -113,7 +113,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", *names: str, **ho
 
 
 def load(cls: type[T], path: Path | None, overrides: Mapping[str, object] | None = None) -> T:
-    """Read a ``cls`` from the TOML file at ``path`` (None: defaults), then apply ``overrides`` by dotted name.
+    """A ``cls`` from the TOML file at ``path`` (None: defaults) and ``overrides`` by dotted name.
 
     An override that is text is converted to its field's type (a tuple's elements are separated by commas, or written
     in brackets as in TOML); any other value is used as it is. An override of None is skipped.
@@ -140,7 +140,7 @@ def from_dict(cls: type[T], table: Mapping[str, object], *, origin: str = "") ->
 
 
 def as_dict(config: object) -> dict[str, object]:
-    """``config`` in the types of JSON: paths and enums as text, tuples as lists, tables as dicts."""
+    """``config`` in the types of JSON. Paths and enums become text, tuples lists, tables dicts."""
     return {info.name: _plain(info.in_words(getattr(config, info.name))) for info in _fields(type(config))}
 
 
@@ -158,7 +158,7 @@ def dump(config: object) -> str:
 
 
 def dotted_fields(cls: type[object]) -> list[FieldInfo]:
-    """Every field of ``cls`` and its nested tables, in order of declaration, except its attribute ``training_only``. Tables
+    """Every field of ``cls`` and its nested tables, in order of declaration. Omits those in its ``training_only``; tables
     that the user names appear once, under NAME.
     """
     found: list[FieldInfo] = []

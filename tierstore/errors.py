@@ -46,7 +46,7 @@ __all__ = [
 
 
 class TierstoreError(Exception):
-    """Base of every error that tierstore raises on purpose."""
+    """Base of these errors."""
 
 
 class ConfigError(TierstoreError, ValueError):
@@ -98,11 +98,11 @@ class StoreFormatError(StoreError):
 
 
 class StorePoisonedError(StoreError):
-    """A write or sync failed earlier: the store accepts no more work; its last commit stays readable."""
+    """A write or sync failed earlier. The store accepts no more work; its last commit stays readable."""
 
 
 class ChecksumError(StoreError):
-    """A section read from disk does not match the checksum that was written with it."""
+    """A section read from disk does not match its checksum."""
 
 
 @contextmanager

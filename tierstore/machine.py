@@ -179,7 +179,7 @@ def block_device(directory: Path, sys: Path = _SYS) -> str:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """What a process will hold in host memory: bytes of each part, by name."""
+    """The host memory of a process: bytes of each part, by name."""
 
     parts: Mapping[str, int]
 

@@ -45,7 +45,7 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``latency_s + amount / per_s``; an amount of 0 costs nothing. ``amount`` is bytes, or floating point operations."""
+    """``latency_s + amount / per_s``. An amount of 0 costs nothing; ``amount`` is bytes, or floating point operations."""
 
     latency_s: float
     per_s: float
@@ -97,7 +97,7 @@ def _medians(amounts: Sequence[float], seconds: Sequence[float]) -> dict[float, 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The costs of a machine: collectives by the bytes that one rank sends, ``disk_*`` for one transfer among many,
+    """The costs of a machine. Collectives are by the bytes that one rank sends, ``disk_*`` for one transfer among many,
     ``adamw`` by the bytes that a step touches, ``*_flops`` by floating point operations.
 
     Older profiles lack the last three: ``exchanges`` are all-to-alls by the number of ranks, ``expert_forward`` and
@@ -176,8 +176,8 @@ _DRIVE_READ, _DRIVE_WRITE = 7e9, 5e9  # one drive on PCIe 4
 
 
 def find_profile(named: Path) -> Profile:
-    """The profile in the file ``named``; if there is none, that of the GPU of this name, by its data sheet. Raises DataError
-    that lists the names, OSError.
+    """The profile in the file ``named``, or of the GPU of this name, by its data sheet. Raises DataError that lists
+    the names, OSError.
     """
     sheet = _DATA_SHEETS.get(str(named))
     if named.exists() or sheet is None:

@@ -72,7 +72,7 @@ _TRACKS = {
 
 
 class TimelineSink(AbstractContextManager["TimelineSink"]):
-    """The interface that components record to: a Timeline, or a NullTimeline if none is requested. Closes on exit.
+    """The interface that components record to. It is a Timeline, or a NullTimeline if none is requested; it closes on exit.
 
     This class records nothing, at the cost of a call.
     """

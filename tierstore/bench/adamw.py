@@ -63,14 +63,13 @@ _LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
 class AdamWBench(Benchmark):
     """The native AdamW against torch's fused AdamW, the machine's copy bandwidth, and a read from disk.
 
-    Every program has the same number of threads; tierstore's are Python threads over equal parts, with the GIL released.
     The first round is not counted. Needs about 26 bytes a parameter.
     """
 
     parameters: int = option(100_000_000, "fp32 parameters.")
     threads: int = option(2)
     repeats: int = option(7, "Rounds.")
-    store: Path = option(Path(), "Directory to measure the record read in.", path=PathKind.EXISTING_DIRECTORY)
+    store: Path = option(Path(), "Directory of the record read.", path=PathKind.EXISTING_DIRECTORY)
 
     def __post_init__(self) -> None:
         check_least(self, 1, "parameters", "threads", "repeats")

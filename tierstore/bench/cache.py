@@ -30,10 +30,7 @@ _CAPACITY = 0.2  # of the footprint
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBench(Benchmark):
-    """Requests a second of every cache policy in the simulator.
-
-    --requests 20000000 --repeats 1 --curve-points 10 shows how long all curves of a large trace take.
-    """
+    """Requests a second of every cache policy in the simulator."""
 
     requests: int = option(2_000_000, "Requests in each trace.")
     keys: int = option(100_000, "Keys in the trace of single keys.")

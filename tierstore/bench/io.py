@@ -76,16 +76,15 @@ _ALL_BLOCKS, _ALL_DEPTHS = (
 
 @dataclass(frozen=True, kw_only=True)
 class IoBench(Benchmark):
-    """Bandwidth, latency and CPU time of the disks under DIR (default: here), beside fio and other libraries.
+    """Bandwidth, latency and CPU time of the disks under DIRECTORIES (default: here), beside fio and other libraries.
 
-    Several directories are measured alone and striped. It writes temporary files there; the best transfer size and depth
-    are kept for stores on that disk, and shown by `tierstore doctor`.
+    It writes temporary files there, and keeps the best transfer size and depth for stores on that disk.
     """
 
     directories: tuple[Path, ...] = option((), argument=True, shown=False)
     size: int = size_option("512MiB", "Size of the file in each directory.")
     full: bool = option(False, "Measure all block sizes, depths, patterns and backends.")
-    minutes: float | None = option(None, "Approximate total time (default: 1, with --full 30).")
+    minutes: float | None = option(None, "Total time, about (default: 1, with --full 30).")
     rounds: int = option(3, "Measurements of each job, in turns.")
     backends: tuple[IoBackendName, ...] = option(
         _BACKENDS,
@@ -96,7 +95,7 @@ class IoBench(Benchmark):
     )
     record_bytes: int = size_option("48MiB", "Size of a record in the cold reads.")
     records: int = option(4, "Records in the cold reads.")
-    no_profile: bool = option(False, "Do not keep the best point for stores to use.")
+    no_profile: bool = option(False, "Do not keep the best transfer size and depth for stores.")
     #: AUTO until ``effective`` has probed the directories.
     direct: Capability = Capability.AUTO
 

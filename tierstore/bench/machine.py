@@ -55,8 +55,8 @@ _COMPUTING = ("dense_flops", "expert_flops", "expert_forward", "expert_backward"
 class MachineBench(Benchmark):
     """Measure disk, copies, AdamW, computation and collectives into PROFILE, a JSON file for `plan --profile`.
 
-    --set model.d_model, model.d_ff, model.compute_dtype and other shapes measure the products of another model than the
-    default one. --set links.gather... and links.exchange... limit the collectives.
+    --set model... measures the products of another model's shapes; --set links.gather... and links.exchange... limit the
+    collectives.
     """
 
     profile: Path = option(argument=True, path=OutputKind.PROFILE)
@@ -64,9 +64,7 @@ class MachineBench(Benchmark):
     repeats: int = option(5, "Measurements of each point.")
     threads: int = option(0, "Threads of torch (0: unchanged).")
     disk_bytes: int = size_option("64MiB", "Bytes of one transfer stream.")
-    directory: Path = option(
-        Path(), "Measure the disk under this directory.", "--dir", path=PathKind.EXISTING_DIRECTORY
-    )
+    directory: Path = option(Path(), "Directory of the disk.", "--dir", path=PathKind.EXISTING_DIRECTORY)
     train: TrainConfig = field(
         default_factory=TrainConfig,
         metadata={"configuration": ("model.", "links.gather.", "links.exchange.")},

@@ -172,15 +172,13 @@ class RankSteps:
 class OverlapBench(Benchmark):
     """Two ranks over limited links: how much of gathers, fetches and copies is hidden, and by which queue."""
 
-    stack: Stack = option(
-        Stack.SYNTHETIC, "Layers that only take time, or the trainer, configured by CONFIG and --set."
-    )
+    stack: Stack = option(Stack.SYNTHETIC, "Layers that only take time, or the trainer (CONFIG, --set).")
     layers: int = option(16, "Layers of the synthetic stack.")
     steps: int = option(4, "Steps measured in each run.")
     warmup: int = option(6, "Unmeasured steps before them.")
     forward_ms: float = option(40.0, "Computation time of a layer's forward pass.")
     computation: Computation = option(
-        Computation.MATMUL, "On the processor, or as on a device: a time in which the processor is free."
+        Computation.MATMUL, "On the processor, or, as on a device, while the processor is free."
     )
     store: Path = store_option()
     timeline: Path | None = option(
@@ -188,7 +186,7 @@ class OverlapBench(Benchmark):
     )
     svg: Path | None = option(None, "Draw one of its steps.", path=OutputKind.PICTURE)
     namespace_bandwidth: int = size_option(
-        "0", "Run ranks in network namespaces that limit each to N bytes a second (needs root, ip and tc)."
+        "0", "Limit each rank, in a network namespace, to N bytes a second (needs root, ip and tc)."
     )
     train: TrainConfig = field(
         default_factory=TrainConfig, metadata={"configuration": (), "fixed": {"threads": 1}}

@@ -71,7 +71,7 @@ _Curve = Mapping[int, Sequence[float]]
 class ScaleBench(Benchmark):
     """The costs of one machine's store with 1,000 to 100,000 records: curves, and the exponents that fit them.
 
-    The largest store takes 2.4 GB of disk by default. Decisions are measured up to a million records, without a store.
+    The largest store takes 2.4 GB of disk by default.
     """
 
     records: tuple[int, ...] = option((1000, 10_000, 100_000), "Sizes of stores.")
@@ -79,7 +79,7 @@ class ScaleBench(Benchmark):
     record_bytes: int = size_option("12KiB", "Size of a record (12 bytes a parameter).")
     dirty_bytes: tuple[int, ...] = option(
         tuple(map(parse_size, _DIRTY)),
-        "Sizes of the dirty records in further commits, in the store of the middle size.",
+        "Sizes of dirty records in further commits, in the middle store.",
         size=True,
         typed=_DIRTY,
     )

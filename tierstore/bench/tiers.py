@@ -82,9 +82,7 @@ class Point:
 class TiersBench(Benchmark):
     """The store under load: throughput, latencies, write and space amplification, wear.
 
-    A sweep of about a minute, from the first record size, budget and dirty ratio along each of them; --full for all
-    combinations. With --minutes, a soak: a worker that is killed at random moments, checked against an independent model
-    of every byte.
+    A sweep of about a minute or, with --minutes, a soak: a worker is killed at random moments, and every byte is checked.
     """
 
     store: Path = store_option()
@@ -95,21 +93,21 @@ class TiersBench(Benchmark):
         (), "Host budget as a fraction of the store; may be repeated (default: 0.25, ..)."
     )
     dirty: tuple[float, ...] = option(
-        (), "Fraction of the touched records that a step changes; may be repeated (default: 1.0, ..)."
+        (), "Fraction of touched records that a step changes; may be repeated (default: 1.0, ..)."
     )
-    store_bytes: int | None = option(None, "Total size of the records of one store.", size=True)
+    store_bytes: int | None = option(None, "Size of one store's records.", size=True)
     seconds: float | None = option(None, "Seconds per point.")
     trace: Path | None = option(None, "Replay the load of this trace.", path=PathKind.EXISTING_FILE)
-    endurance: int = size_option("600TB", "Bytes that the drive's warranty allows to be written.")
+    endurance: int = size_option("600TB", "Bytes that the drive can take.")
     full: bool = option(False, "Every combination, with records from 64 KiB to 256 MiB.")
-    minutes: float | None = option(None, "Soak instead: full load, kills, and a check of every byte read.")
+    minutes: float | None = option(None, "Soak instead of the sweep.")
     kill_every: float = option(10.0, "Soak: mean seconds between kills (0: no kills).")
     drives: tuple[Path, ...] = option(
         (),
-        "Soak: a directory to create and remove on another drive, to spread the store over.",
+        "Soak: spread the store over a directory to create and remove on another drive.",
         "--drive",
     )
-    retain: int | None = option(None, "Number of snapshots to keep.")
+    retain: int | None = option(None, "Snapshots kept.")
     seed: int = option(0)
 
     def __post_init__(self) -> None:

@@ -87,21 +87,18 @@ class Way(Enum):
 class TrainBench(Benchmark):
     """The same steps with everything in RAM and with experts on disk, in turns; with --orders, in two step orders.
 
-    The bound of a step is max(the same step in RAM, compulsory bytes / bandwidth), with the bandwidth for the
-    same mix of reads and writes. Exit status 1: the runs computed different losses.
+    Exit status 1: the runs computed different losses.
     """
 
     steps: int = option(5, "Steps of one round.")
     warmup: int = option(5, "Steps before the first round.")
-    rounds: int = option(3, "Rounds; the runs take turns.")
+    rounds: int = option(3, "Rounds.")
     host_budget: int | None = option(
         None, "Memory for experts in the tiered run.", size=True, key="host_budget"
     )
     store: Path = store_option(key="store")
-    baseline: Baseline = option(
-        Baseline.IN_RAM, "What to compare with; none for models that do not fit in RAM."
-    )
-    cgroup_limit: int = size_option("0", "Confine the tiered run to a memory cgroup of this size.")
+    baseline: Baseline = option(Baseline.IN_RAM, "Comparison; none for models that do not fit in RAM.")
+    cgroup_limit: int = size_option("0", "Memory cgroup of the tiered run.")
     orders: bool = option(False, "Compare micro order with layer order instead.")
     micro_batches: int | None = option(
         None, "Per step (with --orders by default data.micro_batches, or 4).", key="data.micro_batches"
@@ -114,7 +111,7 @@ class TrainBench(Benchmark):
     )
     also: tuple[Way, ...] = option(
         (),
-        "With --orders: also one micro-batch, or all tokens in one with checkpointed blocks.",
+        "With --orders: one micro-batch, or all tokens in one with checkpointed blocks.",
         choices=(Way.ONE, Way.LARGER),
     )
     train: TrainConfig = field(default_factory=TrainConfig, metadata={"configuration": ()})

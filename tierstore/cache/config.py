@@ -33,15 +33,13 @@ class CacheConfig:
     policy: str = key(_LFU_DECAY, "eviction policy")
     scope: Scope = key(Scope.GLOBAL, "one cache, or a quota for each layer")
     layer_shares: tuple[float, ...] = key(
-        (), "with scope layer: each layer's part of the cache (empty: equal parts)"
+        (), "with scope layer: each layer's part of the cache (empty: equal)"
     )
-    write_back_every: int = key(0, "update cycle: write dirty entries back every N steps (0: on eviction)")
-    options: Mapping[str, float | str] = field(
-        default_factory=dict, metadata={"help": "options of the policy, by name"}
-    )
-    device_policy: str = key("", "eviction policy of a device's slots (empty: policy, with its options)")
+    write_back_every: int = key(0, "steps between writes of dirty entries (0: on eviction)")
+    options: Mapping[str, float | str] = field(default_factory=dict, metadata={"help": "options of policy"})
+    device_policy: str = key("", "eviction policy of a device's slots (empty: as policy)")
     device_options: Mapping[str, float | str] = field(
-        default_factory=dict, metadata={"help": "options of device_policy, by name"}
+        default_factory=dict, metadata={"help": "options of device_policy"}
     )
 
     def __post_init__(self) -> None:

@@ -169,19 +169,19 @@ _results_options = options(
         "--save",
         metavar="FILE.json",
         type=output_file(OutputKind.DOCUMENT),
-        help="Save all measurements, with all samples, as JSON.",
+        help="Save all measurements and samples as JSON.",
     ),
     click.option(
         "--html",
         metavar="FILE",
         type=output_file(OutputKind.PAGE),
-        help="Write an HTML report with plots (see bench report).",
+        help="Write an HTML report.",
     ),
     click.option(
         "--compare",
         metavar="OLD.json",
         type=FILE,
-        help="Compare with an earlier --save file: what became slower or faster, beyond noise.",
+        help="Compare with an earlier --save file, as `bench compare` does.",
     ),
 )
 
@@ -250,7 +250,7 @@ class _CommandProgress(Progress):
 )
 @json_option
 def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
-    """Write one HTML page about DOCUMENTS, saved by any benchmarks with --save: targets, plots, tables, machines."""
+    """Write one HTML page about DOCUMENTS, --save files of any benchmarks: targets, plots, tables, machines."""
     check_report()
     from tierstore.bench.report import write_report
 
@@ -265,7 +265,7 @@ def report(documents: tuple[Path, ...], html: Path, output: Output) -> None:
 @click.argument("new", type=FILE)
 @json_option
 def compare(old: Path, new: Path, output: Output) -> None:
-    """Show what became slower or faster from OLD to NEW, beyond noise. Both are --save files of the same benchmark."""
+    """Show what became slower or faster, beyond noise, between two --save files of a benchmark."""
     from tierstore.bench.comparing import compare as compared
 
     found = compared(load_document(old), load_document(new))

@@ -30,23 +30,23 @@ if TYPE_CHECKING:  # these import torch, which --help must not load
 class _Import:
     """How to import a checkpoint."""
 
-    store: Path = option(help="Directory of the new store; run the same command again to resume.")
+    store: Path = option(help="Directory of the new store; the same command resumes.")
     compute: ComputeDtype | None = option(
-        None, "Type in which the model computes (default: fp32 for an fp32 checkpoint, else bf16)."
+        None, "Compute type (default: fp32 for an fp32 checkpoint, else bf16)."
     )
     frozen: bool = option(False, "Import read-only experts without moments: for LoRA, serving.")
     moments: MomentFormat = option(
         MomentFormat.FP32,
-        "Format of the experts' optimizer moments; later runs must set the same adamw.moments.",
+        "Format of experts' moments; runs must set the same adamw.moments.",
     )
     codes: CodeFormat | None = option(
         None,
-        "With --frozen: quantise experts to 8 or 4 bits, for forward passes only (default: keep the compute type).",
+        "With --frozen: quantise experts, for forward passes only (default: the compute type).",
         "--weights",
     )
     memory: int = option(0, "Memory of the process (default: what the import needs).", size=True, typed="0")
     host_budget: int = option(64 << 20, "Memory for experts while they are copied.", size=True)
-    expert_ranks: int = option(0, "Ranks that share one copy of the experts (0: all ranks).")
+    expert_ranks: int = option(0, "Ranks that share a copy of the experts (0: all).")
 
 
 @click.command("import")
@@ -149,14 +149,14 @@ def _show_import(report: ImportReport, store: Path, output: Output) -> None:
 class _Export:
     """What to write."""
 
-    target: Path = option(MISSING, "Directory of the exported model; must not exist.", "--to")
+    target: Path = option(MISSING, "Directory to create.", "--to")
     dtype: str | None = option(
         None,
-        "Type of the weights (default: that of the imported checkpoint; bf16 if it was quantised).",
+        "Type of the weights (default: the imported checkpoint's; bf16 if it was quantised).",
         choices=("bf16", "fp32"),
     )
-    max_shard_size: int | None = option(None, "Largest size of one file (default: 5GB).", size=True)
-    adapter: bool = option(False, "Write only the LoRA pairs of train --lora, as a peft adapter.")
+    max_shard_size: int | None = option(None, "Largest file (default: 5GB).", size=True)
+    adapter: bool = option(False, "Write only the LoRA pairs, as a peft adapter.")
     merge: Path | None = option(
         None,
         "Merge this peft adapter into the weights.",
@@ -170,10 +170,10 @@ class _Export:
 @dataclass_options(_Export, "asked")
 @json_option
 def export(store: Path, asked: _Export, output: Output) -> None:
-    """Write the model in STORE (all ranks, at the last commit) as safetensors. STORE does not change.
+    """Write the model in STORE (all ranks, at the last commit) as safetensors.
 
-    An imported model keeps its original tensor names; the built-in model is written as a Mixtral if its options allow it.
-    LoRA pairs of train --lora are merged into the weights; --adapter writes them alone.
+    An imported model keeps its tensor names; the built-in model is written as a Mixtral if its options allow it. LoRA pairs
+    of train --lora are merged into the weights; --adapter writes them alone.
     """
     if asked.adapter and any(each is not None for each in (asked.dtype, asked.merge, asked.max_shard_size)):
         raise ConfigError("--adapter cannot be combined with --dtype, --merge or --max-shard-size")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("store", type=PATH, required=False)
-@click.option("--to", "target", type=PATH, help="Directory of the deployment; resumes an unfinished one.")
+@click.option("--to", "target", type=PATH, help="Directory of the deployment.")
 @config_options(
     DeployConfig,
     {
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     default=StageName.DEPLOYMENT.value,
     help="Stop after this stage.",
 )
-@click.option("--show", type=PATH, metavar="DIR", help="Print the completed stages of a deployment.")
+@click.option("--show", type=PATH, metavar="DIR", help="Print a deployment's completed stages.")
 @json_option
 def deploy(
     store: Path | None,
@@ -62,8 +62,8 @@ def deploy(
 ) -> None:
     """Compress and package STORE, trained or imported, for serving.
 
-    The stages are fusion, distillation, conversion, segmentation, optimisation and deployment. Each checks the result of
-    the previous one. Run the same command again to resume an interrupted deployment.
+    Each stage (--until lists them) checks the previous one's result. The same command again resumes an interrupted
+    deployment.
     """
     if show is not None:
         from tierstore.deploy.pipeline import stage_records

@@ -71,7 +71,7 @@ CHECKS: Mapping[str, Check] = {
 @click.option(
     "--store",
     type=PATH,
-    help="Also show the drives of this store (all ranks); no process may be writing it.",
+    help="Also show this store's drives (all ranks); no process may be writing it.",
 )
 @click.option(
     "--capability",

@@ -322,15 +322,15 @@ timeline_option = click.option(
     "--timeline", type=output_file(OutputKind.TIMELINE), help="Write a Chrome trace for Perfetto."
 )
 record_trace_option = click.option(
-    "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests to a trace."
+    "--record-trace", type=output_file(OutputKind.TRACE), help="Record the cache's requests."
 )
 checksum_option = click.option(
     "--checksum",
     is_flag=True,
-    help="Read the whole store at the end for a checksum over its records (see --json).",
+    help="Compute a checksum over all records at the end (see --json).",
 )
 _SET_KEY = (
-    "Set a configuration key, such as model.d_model=512; separate list items by commas (see --help-config)."
+    "Set a configuration key, such as model.d_model=512; commas separate list items (see --help-config)."
 )
 
 

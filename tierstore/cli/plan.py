@@ -45,38 +45,37 @@ if TYPE_CHECKING:  # these import numpy and LMDB, which --help must not load
 class _Question:
     """What to plan, and for which machine."""
 
-    preset: str | None = option(None, "Plan this published model; `--preset list` shows the names.")
+    preset: str | None = option(None, "Published model; `--preset list` shows the names.")
     model: Path | None = option(
-        None, "Plan this Hugging Face model: its directory, its config.json, or a store that holds it."
+        None, "Hugging Face model: its directory, its config.json, or a store that holds it."
     )
     use: Use | None = option(
         None,
-        "Use of an imported model to plan in detail (default: full; lora if configured or if experts are frozen).",
+        "Use of an imported model (default: full; lora if configured or if experts are frozen).",
         "--for",
     )
     lora: int | None = option(None, "Rank of the LoRA pairs (default: lora.rank, or 16).")
-    ranks: int = option(1, "Number of ranks (processes).")
+    ranks: int = option(1, "Ranks (processes).")
     ranks_per_node: int | None = option(
         None, "Ranks on one machine (default: all).", "--ranks-per-node", "--node-ranks"
     )
-    layouts: bool = option(False, "Compare all layouts of --ranks: data, expert, tensor, pipeline.")
+    layouts: bool = option(False, "Compare all layouts of --ranks.")
     device: DeviceKind | None = option(
-        None, "Device that computes (default: cuda for a preset that was published with GPUs, else cpu)."
+        None, "Device that computes (default: cuda for a preset with GPUs, else cpu)."
     )
     memory: int | None = option(None, "Memory of one machine (default: this machine's).", size=True)
     disk: int | None = option(
         None, "Disk space of one machine (default: free space under the store).", size=True
     )
     device_memory: int | None = option(
-        None, "Memory of one CUDA device (default: that of a preset's GPU, or not checked).", size=True
+        None, "Memory of one CUDA device (default: a preset's GPU's, or not checked).", size=True
     )
     alpha: float | None = option(
         None, "Share of activated experts, 0 to 1, in SE-MoE's formulas (default: a step's)."
     )
     profile: Path | None = option(
         None,
-        "Profile measured by `tierstore bench machine`, or the name of a GPU, such as A100 (default: "
-        "parallel.profile, a preset's GPU, or assumed costs).",
+        "Profile of `bench machine`, or a GPU's name (default: parallel.profile, a preset's GPU, or assumed costs).",
     )
     serve: bool = option(False, "Plan serving of an imported model at several host budgets.")
     batch: int = option(1, "With --serve: sequences in a batch.")
@@ -93,7 +92,7 @@ class _Question:
     )
     trace: Path | None = option(
         None,
-        "With --serve: replay this trace of `tierstore generate --record-trace` (default: even routing).",
+        "With --serve: replay this trace of `generate --record-trace` (default: even routing).",
         path=PathKind.FILE,
     )
 

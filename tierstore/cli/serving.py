@@ -92,15 +92,15 @@ def _follow(config: ServeConfig, mesh: Mesh, *, trace: Path | None, timeline: Pa
 class _Prompts:
     """What to generate. None takes the value in the model's generation_config.json."""
 
-    prompts: tuple[str, ...] = option(MISSING, "Prompt; repeat the option for a batch.", "--prompt")
-    chat: bool = option(False, "Send each prompt as a user message through the chat template.")
-    max_tokens: int = option(256, "Most tokens to generate for each prompt.")
+    prompts: tuple[str, ...] = option(MISSING, "Prompt; repeat for a batch.", "--prompt")
+    chat: bool = option(False, "Send each prompt through the chat template.")
+    max_tokens: int = option(256, "Most tokens for each prompt.")
     temperature: float | None = option(
         None, "Sampling temperature; 0 takes the most probable token (default: the model's)."
     )
     top_k: int | None = option(None, "Sample from the N most probable tokens (0: all).")
-    top_p: float | None = option(None, "Sample from the fewest tokens whose probabilities sum to P.")
-    seed: int | None = option(None, "Sampling seed; the same seed gives the same text.")
+    top_p: float | None = option(None, "Sample from the fewest tokens whose probabilities sum to X.")
+    seed: int | None = option(None, "Sampling seed.")
     stop: tuple[str, ...] = option((), "End the text before this string; repeat for several.")
 
 
@@ -135,9 +135,8 @@ def generate(
 ) -> None:
     """Generate text with the model in STORE, trained or imported.
 
-    Experts stay on disk; those used most are cached in memory (--memory, or --host-budget for experts alone). A single text
-    is streamed; several are printed when all have ended. A table follows. With --json texts and table go to stderr. Under
-    torchrun the ranks share experts and sequences; budgets are per rank.
+    A single text is streamed; several are printed when all have ended. A table follows. With --json texts and table go to
+    stderr. Under torchrun budgets are per rank.
     """
     output = output.of_first_rank()
     overrides = config_overrides(settings, {"store": store, **given})
@@ -305,14 +304,14 @@ class _Listening:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "TCP port (0: any free port).", least=0, most=65535)
     api_keys: Path | None = option(
-        None, "File of API keys, one per line; each request must send one.", path=PathKind.EXISTING_FILE
+        None, "File of API keys, one per line; requests must send one.", path=PathKind.EXISTING_FILE
     )
-    name: str | None = option(None, "Model name in requests (default: the store's directory name).")
+    name: str | None = option(None, "Model name in requests (default: the store's directory).")
 
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys (see --help-config).")
+@click.option("--config", type=EXISTING_FILE, help="TOML file of configuration keys.")
 @dataclass_options(_Listening, "listening")
 @record_trace_option
 @timeline_option
@@ -345,9 +344,7 @@ def serve(
 ) -> None:
     """Serve the model in STORE, trained or imported, over an OpenAI-compatible API; the path / is a page to try it.
 
-    STORE is opened read-only, so several servers may share it. Experts stay on disk; those used most are cached in memory
-    (--memory, or --host-budget for experts alone). Under torchrun the ranks share experts and sequences; budgets are per
-    rank.
+    STORE is opened read-only, so several servers may share it. Under torchrun budgets are per rank.
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "tierstore serve", extra="serve")

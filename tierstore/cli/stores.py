@@ -23,7 +23,7 @@ _SHOWN_FAILURES = 20  # the JSON object lists all failures
 @click.argument("store", type=PATH)
 @json_option
 def verify(store: Path, output: Output) -> int:
-    """Read and check every record of every snapshot of STORE (all ranks); exit status 1 if any is damaged."""
+    """Read and check every record of every snapshot of STORE (all ranks)."""
     start = time.monotonic()
     with output.passing("verify") as progress:
         from tierstore.store.parameter_store import verify_all
@@ -61,12 +61,12 @@ def verify(store: Path, output: Output) -> int:
 
 @click.command()
 @click.argument("store", type=PATH)
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, but remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @json_option
 def gc(store: Path, dry_run: bool, output: Output) -> None:
     """Remove what a crash left behind in STORE (all ranks) and return free space to the file system.
 
-    Fails while STORE is in use. Unknown files are listed and kept. The next run reserves the space that it needs.
+    Fails while STORE is in use. Unknown files are listed and kept. The next run reserves its space again.
     """
     from tierstore.store.gc import Mode, collect
 
@@ -96,11 +96,11 @@ _PLACEMENTS = tuple(placement for placement in RowPlacement if placement is not 
 class _Layout:
     """The layout and the formats of the new store."""
 
-    target: Path = option(MISSING, "Directory of the new store; must not exist.", "--to")
+    target: Path = option(MISSING, "Directory to create.", "--to")
     ranks: int | None = option(None, "Ranks of the new store (default: as in STORE).")
     expert: int = option(
         0,
-        "Ranks that share one copy of the experts (0: all ranks of a stage).",
+        "Ranks that share a copy of the experts (0: all of a stage).",
         "--expert",
         "--expert-ranks",
     )
@@ -125,10 +125,7 @@ class _Layout:
 @dataclass_options(_Layout, "asked")
 @json_option
 def reshard(store: Path, asked: _Layout, output: Output) -> None:
-    """Reshard STORE for another layout of ranks, or convert its experts' moments to another format.
-
-    Writes a new store, with dense parameters resliced and experts moved. STORE does not change.
-    """
+    """Write STORE for another layout of ranks, or with moments in another format, as a new store."""
     if asked.ranks is None and asked.moments is None and asked.embedding is None and asked.head is None:
         raise click.UsageError("expected --ranks, --moments, --embedding or --head")
     if asked.ranks is None and (asked.expert, asked.tensor, asked.stages) != (0, 1, 1):

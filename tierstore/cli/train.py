@@ -65,9 +65,7 @@ _PROMPT = "def "
 )
 @click.option("--resume", is_flag=True, help="Continue from the store's last commit.")
 @checksum_option
-@click.option(
-    "--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line per step to this file."
-)
+@click.option("--metrics", type=output_file(OutputKind.METRICS), help="Append one JSON line per step.")
 @timeline_option
 @record_trace_option
 @set_option()
@@ -88,9 +86,8 @@ def train(
 ) -> None:
     """Train a Mixture-of-Experts model whose experts live on disk.
 
-    Without arguments, train a byte-level model several times larger than its host budget on the source text of Python's
-    standard library, into ./tierstore-store. With a store made by tierstore import, train the imported model; the first
-    run needs no --resume.
+    Without arguments, train a byte-level model several times larger than its host budget on Python's standard library, into
+    ./tierstore-store. A store made by tierstore import trains the imported model; its first run needs no --resume.
     """
     loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
     from tierstore.parallel import launch, limited_groups

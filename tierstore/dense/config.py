@@ -47,12 +47,10 @@ class DenseConfig:
         OptimizerState.DEVICE, "location of slices and their optimizer steps"
     )
     gather: GatherDtype = key(GatherDtype.COMPUTE, "type in which matrices are gathered")
-    fusion: Fusion = key(Fusion.UNIT, "content of one message: a parameter group, or one parameter")
+    fusion: Fusion = key(Fusion.UNIT, "content of a message: a parameter group or one parameter")
     reshard: Reshard = key(Reshard.AFTER_FORWARD, "when gathered parameters are released")
-    buffers: int = key(3, "fusion buffers: most blocks gathered at once (after-backward: all blocks)")
-    bucket_bytes: int = key(
-        32 << 20, "bytes of gradients reduced in one message (at most a block's)", size=True
-    )
+    buffers: int = key(3, "most blocks gathered at once (after-backward: all)")
+    bucket_bytes: int = key(32 << 20, "gradients reduced in one message (at most a block's)", size=True)
     gradient_buffers: int = key(2, "blocks whose gradients are computed or reduced at once")
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ class Method(StrEnum):
 class CompressionConfig:
     """Changes of the experts. None leaves them unchanged."""
 
-    experts: int | None = key(None, "experts of a layer after compression (default: all)")
+    experts: int | None = key(None, "experts of a layer (default: all)")
     method: Method = key(Method.MERGE, "merge similar experts, or prune the least used ones")
     weights: ExpertWeights | None = key(None, "format of the experts' weights (default: as in the store)")
 
@@ -74,7 +74,7 @@ class CompressionConfig:
 class DistillationConfig:
     """The distillation of a compressed model from its teacher, and its text."""
 
-    text: tuple[Path, ...] = key((), "text file to calibrate, distil and evaluate with; repeat for several")
+    text: tuple[Path, ...] = key((), "text to calibrate, distil and evaluate with; repeat for several")
     minutes: float = key(30.0, "minutes of distillation (0: none)")
     steps: int = key(0, "steps of distillation (0: all that --minutes allow)")
     rate: float = key(3e-4, "largest learning rate")
@@ -101,7 +101,7 @@ class PlacementConfig:
     """The machine that will serve the model. ``segments``: the first block of each segment; empty: chosen automatically."""
 
     memory: int | None = key(None, "memory of a rank (default: its part of the machine's)", size=True)
-    ranks: int = key(1, "ranks that share the experts, each with a part of the machine")
+    ranks: int = key(1, "ranks that share the experts")
     segments: tuple[int, ...] = key(
         (), "first block of each segment, such as 0,8,16 (default: chosen by memory)"
     )
@@ -125,8 +125,8 @@ class DeployConfig:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     graphs: Capability = key(Capability.AUTO, "compile the dense segments to graphs")
-    host_budget: int = key(1 << 30, "memory for the experts of each model that a stage opens", size=True)
-    threads: int = key(0, "torch's threads (0: one for each core)")
+    host_budget: int = key(1 << 30, "memory for the experts of each open model", size=True)
+    threads: int = key(0, "torch threads (0: one per core)")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "threads", table="--")

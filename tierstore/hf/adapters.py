@@ -147,7 +147,7 @@ class StoredAdapter(Adapter):
 def export_adapter(
     source: Path, target: Path, *, progress: OnProgress = lambda done, total: None
 ) -> ExportedAdapter:
-    """Writes the pairs that the store in ``source`` has trained to the new directory ``target``, as peft's adapter.
+    """Writes the trained pairs of the store in ``source`` to the new directory ``target``, as peft's adapter.
 
     ``progress`` receives the bytes of values written so far and the total. Raises StoreError, ChecksumError, OSError; after
     a failure nothing exists at ``target``.

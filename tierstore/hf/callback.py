@@ -22,7 +22,7 @@ from tierstore.train.stepping import StepError
 
 
 class TieredCallback(TrainerCallback):
-    """Goes with ``Trainer(tiered.model, optimizers=(optimizer, None), callbacks=[TieredCallback(tiered, optimizer)])``.
+    """Connects transformers' ``Trainer``: ``Trainer(tiered.model, optimizers=(optimizer, None), callbacks=[...])``.
 
     The optimizer clips: ``max_grad_norm`` of the training arguments must equal its own (0 stands for None). Raises StepError
     if it does not, and for arguments that a store cannot carry out.

@@ -66,7 +66,7 @@ def open_model(
     options: ImportOptions | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Iterator[TieredModel]:
-    """The model that was imported into ``store``, as it was last committed; closed at exit. Uncommitted steps are lost.
+    """The model that was imported into ``store``, as last committed. Closed at exit; uncommitted steps are lost.
 
     ``source``: a model directory, imported first (with ``options``) if there is no such store or its import was cut short.
     ``host_budget``: memory for experts, as bytes or as text. ``settings``: keys of ``TrainConfig`` by dotted name

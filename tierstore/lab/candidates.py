@@ -56,7 +56,7 @@ _PASSES = (2.0, 8.0, 32.0, 128.0)  # half-lives of next-use
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A policy with its options, scope and, with layer scope, quotas (empty: equal ones)."""
+    """A policy with its options, scope and, with layer scope, quotas (empty: equal)."""
 
     policy: PolicySpec
     scope: Scope = Scope.GLOBAL

@@ -130,7 +130,7 @@ class _ScanStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants:
-    """Requests of several tenants: each is, independently, tenant t's next with probability ``shares[t]``.
+    """Requests of several tenants. Each is, independently, tenant t's next with probability ``shares[t]``.
 
     Tenant t's keys follow those of the tenants before it; shares need not sum to 1.
     """
@@ -172,7 +172,7 @@ class _TenantStream:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyWorkload:
-    """``requests`` of a stream, one key a request, all keys of one frame and ``key_bytes``."""
+    """``requests`` of a stream, one key each. All keys have one frame and ``key_bytes``."""
 
     source: KeySource
     requests: int
@@ -198,7 +198,7 @@ class KeyWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingWorkload:
-    """Tokens through ``layers`` routers, each token choosing ``k`` of ``experts`` in each.
+    """Tokens through ``layers`` routers; each token chooses ``k`` of ``experts`` in each.
 
     In each layer experts have weights proportional to ``rank ** -skew``; each layer has its own random permutation of
     ranks. A token draws k experts one after another by weight, without replacement (by the k

@@ -82,7 +82,7 @@ class ImportSummary:
 
 
 def options_of(kind: SourceKind) -> type[Any]:
-    """The dataclass of a kind's options; ``tierstore.config.dotted_fields`` lists them."""
+    """The dataclass of a kind's options. ``tierstore.config.dotted_fields`` lists them."""
     return _IMPORTERS[kind][0]
 
 
@@ -94,7 +94,7 @@ def import_trace(
     options: Mapping[str, object] | None = None,
     keys: str | os.PathLike[str] | None = None,
 ) -> ImportSummary:
-    """Writes the trace in ``source`` to ``target``; ``kind`` None: as ``detect_kind`` says. Several sources are files of one
+    """Writes the trace in ``source`` to ``target``. ``kind`` None: as ``detect_kind`` says. Several sources are files of one
     routing log, each with other layers.
 
     ``options`` are those of the kind by name, as text or typed. ``keys``: a file for the source's name of each record, one
@@ -157,7 +157,7 @@ async def import_trace_async(
     options: Mapping[str, object] | None = None,
     keys: str | os.PathLike[str] | None = None,
 ) -> ImportSummary:
-    """Awaitable ``import_trace`` of a stream of bytes, such as an upload: the event loop never waits for a disk.
+    """Awaitable ``import_trace`` of a stream of bytes, such as an upload. The event loop never waits for a disk.
 
     aiofiles collects the stream in a temporary file beside ``target``, since importers read a source more than once;
     a thread imports it. ``name``: the file name that errors and the header give the source. An import whose task is

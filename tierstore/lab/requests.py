@@ -370,7 +370,7 @@ def pin(requests: Requests, records: Sequence[tuple[int, int]], *, name: str = "
 
 
 def load_requests(path: str | os.PathLike[str], *, name: str | None = None) -> Requests:
-    """The requests of the trace at ``path``, read a chunk at a time: about 6 bytes a request, 20 an event.
+    """The requests of the trace at ``path``. Reads a chunk at a time: about 6 bytes a request, 20 an event.
 
     Raises DataError (a malformed trace, or one without a request) or OSError.
     """

@@ -174,7 +174,7 @@ class HalfLifeMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """A configuration chosen on a prefix of the trace; all outcomes are of the held-out rest.
+    """A configuration chosen on a prefix of the trace. All outcomes are of the held-out rest.
 
     ``gain`` is the baseline's cost less the chosen one's, with a block-bootstrap interval over steps: a miss
     ratio, or with another objective bytes or stalled seconds a step.

@@ -55,7 +55,7 @@ _OWN = 100.0  # a policy of the user's, in Python
 
 
 def known_policies(*, bounds: bool = True) -> list[str]:
-    """Names of all policies that can be simulated, the simplest first, then of the clairvoyant choices."""
+    """Names of all policies that can be simulated. The simplest come first, the clairvoyant ones last."""
     return [*_native.policy_names(), *(BOUNDS if bounds else ())]
 
 
@@ -191,7 +191,7 @@ class ReplaySetting:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Replayed:
-    """One replay: its outcome, and columns over steps, events and layers, which cover the warm-up as zeros.
+    """One replay: its outcome, and columns over steps, events and layers. They cover the warm-up as zeros.
 
     A creation is the first request of an entry that had no backing copy: neither a hit nor a miss. Columns of events are
     empty without that detail.
@@ -381,7 +381,7 @@ def replay_windows(replayed: Replayed, count: int) -> tuple[ReplayWindow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace of a run, with its header: its prefetches could fill ``lookahead_frames`` of ``capacity_frames``."""
+    """A trace of a run, with its header. Its prefetches could fill ``lookahead_frames`` of ``capacity_frames``."""
 
     path: Path
     header: TraceHeader
@@ -393,7 +393,7 @@ class Recording:
 
 
 def recording_of(path: str | os.PathLike[str], requests: Requests) -> Recording | None:
-    """The trace at ``path``, from which ``requests`` were read; None if its run had no steps, or neither prefetches nor
+    """The trace at ``path``, from which ``requests`` were read. None if its run had no steps, or neither prefetches nor
     copies that steps make stale (of device slots).
     """
     header = requests.header

@@ -105,7 +105,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A tuned choice, the regime, and the held-out outcomes that the choice is compared with, best first."""
+    """A tuned choice, the regime, and the held-out outcomes compared with it, best first."""
 
     result: TuneResult
     regime: Regime
@@ -394,7 +394,7 @@ def half_life_map(
     threads: int = 0,
     progress: OnProgress | None = None,
 ) -> HalfLifeMap:
-    """Miss ratios of LFU-decay over half-lives (one step to the trace's length, and infinity) and capacities."""
+    """Miss ratios of LFU-decay over half-lives and capacities. Half-lives: one step to the trace's length, and infinity."""
     tried = half_lives(requests.step_count)
     found = curves(
         requests,

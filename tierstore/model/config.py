@@ -72,16 +72,16 @@ class ModelConfig:
     experts: the dense backbone, whose networks are by default as wide as an expert.
     """
 
-    vocab_size: int = key(256, "size of the vocabulary (text is read as bytes)")
+    vocab_size: int = key(256, "size (text is read as bytes)")
     d_model: int = key(256, "width")
     n_layers: int = key(2, "blocks")
     n_heads: int = key(4, "attention heads")
     seq_len: int = key(256, "tokens of a sequence")
     d_ff: int = key(1024, "inner width of an expert")
     d_ff_dense: int = key(0, "inner width of blocks without experts (0: 4 x d_model; d_ff if moe_every is 0)")
-    experts: int = key(64, "experts in each MoE layer")
-    top_k: int = key(2, "experts for each token")
-    moe_every: int = key(1, "use an MoE block every N blocks (0: none, the dense backbone)")
+    experts: int = key(64, "experts of an MoE layer")
+    top_k: int = key(2, "experts of a token")
+    moe_every: int = key(1, "every N-th block has experts (0: none)")
     activation: Activation = key(Activation.SWIGLU, "activation of experts and dense networks")
     tie_embeddings: TieEmbeddings = key(TieEmbeddings.UNTIED, "whether the head is the embedding")
     shared_expert_d_ff: int = key(0, "inner width of a shared expert for all tokens (0: none)")
@@ -90,10 +90,10 @@ class ModelConfig:
     router_noise: RouterNoise = key(RouterNoise.NONE, "noise of the router in training")
     router_noise_std: float = key(0.0, "strength of that noise")
     capacity_factor: float | None = key(
-        None, "most tokens of an expert, as a multiple of an equal share (none: no token is dropped)"
+        None, "most tokens of an expert, as a multiple of an equal share (none: drop no token)"
     )
     normalize_topk: bool | None = key(
-        None, "normalise the weights of the chosen experts to sum to one (none: if top_k is more than one)"
+        None, "make the weights of a token's experts sum to one (none: if top_k > 1)"
     )
     rope_theta: float = key(10_000.0, "base of the rotary position angles")
     norm_eps: float = key(1e-5, "epsilon under the root of norms")
@@ -101,7 +101,7 @@ class ModelConfig:
         CheckpointActivations.OFF, "what the backward pass recomputes"
     )
     expert_activations: SaveActivations = key(
-        SaveActivations.SAVE, "keep the activations of experts, or recompute them"
+        SaveActivations.SAVE, "keep experts' activations, or recompute them"
     )
     compute_dtype: ComputeDtype = key(ComputeDtype.FP32, "type in which blocks compute; masters are fp32")
     seed: int = key(0, "seed of initial weights and router noise")

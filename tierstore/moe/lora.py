@@ -35,10 +35,10 @@ class LoraConfig:
     linear layers that get a pair, as peft's ``target_modules``; empty: all. ``seed``: of the initial values.
     """
 
-    rank: int = key(0, "rank of the pairs (0: everything is trained)")
+    rank: int = key(0, "rank of the pairs (0: train everything)")
     alpha: float = key(0.0, "pairs are scaled by alpha / rank (0: twice the rank)")
-    targets: LoraTargets = key(LoraTargets.BOTH, "which layers get pairs")
-    modules: tuple[str, ...] = key((), "linear layers of attention that get a pair (default: all)")
+    targets: LoraTargets = key(LoraTargets.BOTH, "layers that get pairs")
+    modules: tuple[str, ...] = key((), "linear layers of attention with pairs (empty: all)")
     seed: int = key(0, "seed of the pairs' initial values")
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLease:
-    """One expert, valid until the iterator that gave it advances.
+    """One expert. Valid until the iterator that gave it advances.
 
     ``more``: the next lease comes without a wait. Leases with ``more`` form a run with the lease that follows them; all of
     a run stay valid until the iterator advances past its last one (``together``).

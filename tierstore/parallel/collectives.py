@@ -151,7 +151,7 @@ class Work:
 
 
 class RankGroup:
-    """The global ranks ``ranks`` (ascending), of which this process is number ``rank``.
+    """The global ranks ``ranks`` (ascending); this process is number ``rank``.
 
     Raises ValueError for tensors that do not fit together. Every method but ``done`` and ``wait`` of a Work is a
     collective: all ranks call it, with the same shapes unless stated otherwise.

@@ -55,37 +55,34 @@ def fewest_experts(experts: int, sharing: int) -> int:
 class ParallelConfig:
     """How the ranks that ``torchrun`` started share the work. No effect in a single process."""
 
-    expert: int = key(0, "ranks per copy of the experts (0: all ranks of a stage; must divide them)")
+    expert: int = key(0, "ranks per copy of the experts (0: all of a stage; must divide them)")
     tensor: int = key(1, "ranks that compute the same tokens with parts of each layer")
-    stages: int = key(1, "pipeline stages, each with a part of the layers")
+    stages: int = key(1, "pipeline stages")
     stage_blocks: tuple[int, ...] = key((), "blocks of each pipeline stage (default: balanced by parameters)")
     embedding: RowPlacement = key(
-        RowPlacement.AUTO, "whether the embedding is gathered, or its rows stay partitioned over data ranks"
+        RowPlacement.AUTO, "gather the embedding, or keep its rows partitioned over data ranks"
     )
     head: RowPlacement = key(
-        RowPlacement.AUTO, "the same for the head; partitioned, its loss is computed by vocabulary slices"
+        RowPlacement.AUTO, "the same for the head; partitioned, its loss is by vocabulary slices"
     )
     exchange: ExchangeMode = key(
         ExchangeMode.AUTO,
-        "how rows reach their experts; hierarchical: within nodes, then between",
+        "how rows reach experts; hierarchical: within nodes, then between",
     )
     node_ranks: int = key(0, "ranks of a node, numbered node by node (0: torchrun's LOCAL_WORLD_SIZE)")
     pipeline_degree: int = key(
         AUTO_DEGREE,
-        "chunks of a pass's exchange (PipeMoE); more than a rank has experts, or auto-split, divide each "
-        "expert's tokens, which rounds otherwise",
+        "chunks of a pass's exchange (PipeMoE); auto-split, or more than a rank's experts, rounds otherwise",
         words={"auto": AUTO_DEGREE, "auto-split": AUTO_SPLIT},
     )
     profile: Path | None = key(
         None,
-        "profile of bench machine for an auto data.micro_order (or the name of a GPU; none: assumed costs) "
-        "and an auto pipeline_degree (none: probed costs)",
+        "profile of bench machine, or a GPU's name, for auto data.micro_order (none: assumed costs) and auto "
+        "pipeline_degree (none: probed costs)",
     )
-    elastic: Elastic = key(
-        Elastic.OFF, "reshard: a resume with a different number of ranks reshards the store"
-    )
+    elastic: Elastic = key(Elastic.OFF, "reshard the store at a resume with another number of ranks")
     timeout_s: float = key(600.0, "seconds after which an unanswered collective fails")
-    grace_s: float = key(5.0, "seconds that a rank has to end by itself after another has died")
+    grace_s: float = key(5.0, "seconds for a rank to end by itself after another died")
 
     @property
     def auto_degree(self) -> bool:

@@ -113,7 +113,7 @@ _NEEDED = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnvironment:
-    """Rank ``rank`` of ``world``; ``local_rank`` among the ``local_world`` ranks of its machine (0: unknown).
+    """Rank ``rank`` of ``world``. ``local_rank`` is its rank among the ``local_world`` ranks of its machine (0: unknown).
 
     ``address``: the machine of rank 0, and the port where ranks meet. ``supervised``: a ``torchrun`` process started
     this one and must outlive it. ``job``: its ``--rdzv-id``, which all attempts of a job share.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """``experts`` in contiguous blocks over ``ranks`` of an expert group; the first blocks may be larger by one."""
+    """``experts`` in contiguous blocks over ``ranks`` of an expert group. The first blocks may be larger by one."""
 
     experts: int
     ranks: int

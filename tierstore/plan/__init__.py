@@ -1,4 +1,4 @@
-"""Planning: the bytes of a run on each tier, whether it fits, and the time of a step. Imports no torch."""
+"""Planning: bytes of a run on each tier, whether it fits, time of a step. Imports no torch."""
 
 from __future__ import annotations
 

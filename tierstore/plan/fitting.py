@@ -73,7 +73,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """One turn of one knob: its description, its effect, and the changed setting."""
+    """One change of a setting: its description, its effect, and the changed setting."""
 
     text: str
     effect: Effect
@@ -93,7 +93,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The smallest machine on which a setting fits, with the smallest budgets that it can start with (``changes``).
+    """The smallest machine on which a setting fits. ``changes``: the smallest budgets that it can start with.
 
     ``memory`` and ``disk``: bytes for all ranks of the machine. ``device``: bytes of one device, None without one.
     ``shortfalls``: what a rank lacks under the limits.

@@ -95,7 +95,7 @@ def _decision(
 def choose_order(
     config: TrainConfig, *, ranks: int = 1, device: DeviceKind = DeviceKind.CPU
 ) -> Decision[MicroOrder]:
-    """The order of a run of ``config``: as configured, or AUTO's choice. Depends on the arguments and on
+    """The order of a run of ``config``, as configured or as AUTO chooses. Depends on the arguments and on
     ``parallel.profile`` only. Raises ConfigError.
     """
     asked, count = config.data.micro_order, config.data.micro_batches

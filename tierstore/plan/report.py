@@ -297,7 +297,7 @@ def plan_run(
     use: Use = Use.FULL,
     lora: int = DEFAULT_RANK,
 ) -> Plan:
-    """Plan a run of ``config``: bytes on each tier, whether it fits, the time of a step, and what to change.
+    """The plan of a run of ``config``.
 
     ``limits`` None: this machine, shared by all ``ranks``. ``preset``: plan this published model instead. ``profile``: costs
     measured by ``tierstore bench machine``. ``alpha``: the share of activated experts in SE-MoE's formulas (None: that of a
@@ -370,8 +370,8 @@ def machine_limits(
     disk: int | None = None,
     device: int | None = None,
 ) -> Limits:
-    """The limits of one of ``sharing`` ranks on a machine with ``memory`` and ``disk`` bytes (None: this machine's memory,
-    and the free space under ``store``). ``device``: bytes of one CUDA device.
+    """The limits of one of ``sharing`` ranks on a machine with ``memory`` and ``disk`` bytes. None: this machine's memory,
+    and the free space under ``store``. ``device``: bytes of one CUDA device.
     """
     if memory is None:
         memory = machine.memory().usable_bytes

@@ -38,13 +38,12 @@ class PrefetchConfig:
     """How far ahead experts are fetched. Affects waiting times, never results."""
 
     depth: int = key(1, "layer passes to look ahead (0: none)")
-    gather_depth: int = key(1, "passes to look ahead when gathering dense parameters (0: none)")
+    gather_depth: int = key(1, "passes to gather dense parameters ahead (0: none)")
     budget: float = key(0.45, "share of the cache that speculation may hold")
-    predictor: PredictorName = key(PredictorName.HISTORY, "predictor of the experts that forward passes use")
+    predictor: PredictorName = key(PredictorName.HISTORY, "predictor of forward passes' experts")
     guesses: int = key(
         0,
-        "most experts of a layer to guess at once (0: all likely ones; in serving by the router predictor, "
-        "3 x top_k)",
+        "most guessed experts of a layer (0: all likely ones; in serving by router, 3 x top_k)",
     )
 
     def __post_init__(self) -> None:

@@ -31,10 +31,10 @@ class RingConfig:
     """Ring memory on the device."""
 
     memory: ExpertMemory = key(ExpertMemory.AUTO, "ring: whole layers; sparse: chosen experts")
-    layers: int = key(0, "layers in the ring (0: as many as fit in the budget)")
+    layers: int = key(0, "layers in the ring (0: all that fit)")
     profile: Path | None = key(
         None,
-        "file of bench machine, or the name of a GPU, with the costs that auto uses (none: assumed costs)",
+        "profile of bench machine, or a GPU's name, for auto (none: assumed costs)",
     )
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class BatchConfig:
 
     sequences: int = key(8, "most sequences in the batch")
     context: int = key(0, "most tokens of a sequence, prompt and answer (0: what model and memory allow)")
-    invariant: bool = key(False, "compute each request with the same bits as if it were alone in the batch")
+    invariant: bool = key(False, "compute each request with the bits that it has alone")
 
     def __post_init__(self) -> None:
         check_least(self, 1, "sequences", table="batch.")
@@ -58,17 +58,17 @@ class BatchConfig:
 class LimitsConfig:
     """Limits of a server: its queue, the sizes of requests and answers, and times."""
 
-    queue: int = key(64, "most requests that wait for a place in the batch")
+    queue: int = key(64, "most waiting requests")
     queue_tokens: int = key(65536, "most tokens of all waiting requests, prompts and answers")
     tokens: int = key(0, "most tokens of an answer (0: what the context leaves)")
     default_tokens: int = key(256, "most tokens of an answer if its request sets no limit")
     prefill_tokens: int = key(4096, "most prompt tokens in one prefill (a longer prompt runs alone)")
     request_s: float = key(600.0, "most seconds of a request, waiting included")
-    drain_s: float = key(60.0, "seconds for accepted requests to finish after SIGTERM or SIGINT")
+    drain_s: float = key(60.0, "seconds for accepted requests to finish after a signal")
     body: int = key(4 << 20, "largest request body", size=True)
     connections: int = key(512, "most open connections")
-    receive_s: float = key(15.0, "seconds in which a client must send a request")
-    send_s: float = key(30.0, "seconds in which a client must accept the data sent to it")
+    receive_s: float = key(15.0, "seconds for a client to send a request")
+    send_s: float = key(30.0, "seconds for a client to accept data")
 
     def __post_init__(self) -> None:
         counts = ("queue", "queue_tokens", "default_tokens", "prefill_tokens", "body", "connections")
@@ -81,9 +81,7 @@ class LimitsConfig:
 class GraphsConfig:
     """Compilation of the dense parts of decoder blocks by ``torch.compile``."""
 
-    compile: Capability = key(
-        Capability.OFF, "compile the dense parts of blocks; they then round otherwise than in eager mode"
-    )
+    compile: Capability = key(Capability.OFF, "compile dense parts of blocks, which then round otherwise")
     cache: Path | None = key(None, "directory of compiled kernels (none: inductor's default)")
 
 

@@ -44,12 +44,11 @@ class AdamWConfig:
     eps: float = key(1e-8, "added to the root of the second moment")
     weight_decay: float = key(0.1, "decoupled decay")
     inactive: Inactive = key(
-        Inactive.EXACT, "experts that no token reached: exact steps them with a zero gradient, skip does not"
+        Inactive.EXACT, "experts that no token reached: step them with a zero gradient, or skip them"
     )
     moments: MomentFormat = key(
         MomentFormat.FP32,
-        "format of experts' moments: records of 12, 8 or 6 bytes a parameter (fixed when the store "
-        "is created)",
+        "experts' moments: records of 12, 8 or 6 bytes a parameter (fixed when the store is created)",
     )
 
     def __post_init__(self) -> None:

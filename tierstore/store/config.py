@@ -48,10 +48,8 @@ class IoConfig:
     )
     huge_pages: Capability = key(Capability.AUTO, "2 MiB pages for arenas")
     threads: int = key(4, "threads for the backends threads and pmem")
-    queue_depth: int = key(0, "transfers in flight at once (0: the best of `tierstore bench io`, else 32)")
-    chunk_bytes: int = key(
-        0, "size of one transfer (0: the best of `tierstore bench io`, else 1 MiB)", size=True
-    )
+    queue_depth: int = key(0, "transfers in flight (0: the best of `bench io`, else 32)")
+    chunk_bytes: int = key(0, "size of one transfer (0: the best of `bench io`, else 1 MiB)", size=True)
     compute_threads: int = key(0, "threads for checksums, copies and AdamW (0: one a core, at most 4)")
 
     def __post_init__(self) -> None:
@@ -69,7 +67,7 @@ class WearConfig:
     """The write budget of a store, and whether it discards free blocks."""
 
     daily_write_budget: int = key(0, "bytes written per day; further writes wait (0: no limit)", size=True)
-    endurance: int = key(0, "rated endurance of the drive in bytes written (TBW; 0: unknown)", size=True)
+    endurance: int = key(0, "bytes that the drive is rated to take (TBW; 0: unknown)", size=True)
     discard: Capability = key(Capability.AUTO, "return unused space to the file system (hole punching)")
 
     def __post_init__(self) -> None:
@@ -84,13 +82,11 @@ class StripeConfig:
     or have one item for each directory, the store's own first.
     """
 
-    directories: tuple[Path, ...] = key((), "directories on further drives (a store remembers those it has)")
+    directories: tuple[Path, ...] = key((), "directories on further drives (remembered by the store)")
     limits: tuple[int, ...] = key(
         (), "most bytes of records in each directory, the store's own first (0: no limit)", size=True
     )
-    weights: tuple[float, ...] = key(
-        (), "shares of new records, the store's own first (empty: by measured bandwidth)"
-    )
+    weights: tuple[float, ...] = key((), "shares of new records in each (empty: by measured bandwidth)")
     bandwidths: tuple[int, ...] = key(
         (), "speed limit of each directory, bytes per second (0: no limit)", size=True
     )

@@ -56,7 +56,7 @@ class RecordView:
 
 
 class Lease:
-    """Records pinned in memory; a context manager and a mapping of keys to ``RecordView``."""
+    """Records pinned in memory. A context manager, and a mapping of keys to ``RecordView``."""
 
     def __init__(
         self, views: Mapping[str, RecordView], tickets: Sequence[int], release: Callable[[], None]

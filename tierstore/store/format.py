@@ -116,7 +116,7 @@ FROZEN_FORMATS = (WeightFormat.BF16, WeightFormat.FP32, WeightFormat.INT8, Weigh
 
 @dataclass(frozen=True)
 class Section:
-    """A one-dimensional array of ``numel`` elements of numpy dtype ``dtype`` within a group."""
+    """An array of ``numel`` elements of numpy dtype ``dtype`` within a group."""
 
     name: str
     dtype: str

@@ -53,7 +53,7 @@ _TABLE_BYTES, _ENGINE_BYTES = 640, 4 << 20
 
 @dataclass(frozen=True)
 class LastCommit:
-    """The durable state: the number of commits, small named state, names of snapshots (oldest first)."""
+    """The durable state: number of commits, small named state, snapshots (oldest first)."""
 
     generation: int
     state: Mapping[str, bytes]
@@ -62,7 +62,7 @@ class LastCommit:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """The ``steps`` taken; one line for each capability in effect; the directories, the store's own first."""
+    """The ``steps`` taken, lines on the capabilities in effect, and the directories (the store's own first)."""
 
     steps: int
     effective: list[str]
@@ -70,7 +70,7 @@ class StoreStatus:
 
 
 class ParameterStore:
-    """An open store: made by ``create`` or ``open``, closed by ``close`` or as a context manager.
+    """An open store, made by ``create`` or ``open``. Closed by ``close``, or as a context manager.
 
     ``core`` is for programs that drive accesses and steps themselves, as the trainer does.
     """
@@ -311,7 +311,7 @@ class ParameterStore:
 
 
 def verify_store(directory: Path | str, progress: OnProgress = lambda done, total: None) -> VerifyReport:
-    """Verifies the store in ``directory``; ``progress`` is called with the bytes checked and in all. Writes nothing.
+    """Verifies the store in ``directory``. Calls ``progress`` with the bytes checked and in all; writes nothing.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
     """

@@ -24,7 +24,7 @@ from tierstore.store.optimizer import replays
 
 @dataclass(frozen=True)
 class RecordInfo:
-    """A record's properties, known without reading it; ``step``: optimizer steps applied to its content."""
+    """A record's properties, known without reading it. ``step``: optimizer steps applied to its content."""
 
     schema: RecordSchema
     layer: int

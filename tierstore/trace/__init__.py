@@ -1,4 +1,4 @@
-"""Traces of cache decisions: reading and writing files of format versions 2 to 6. Imports no torch."""
+"""Reads and writes traces of cache decisions, format versions 2 to 6. Imports no torch."""
 
 from __future__ import annotations
 

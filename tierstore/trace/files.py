@@ -78,7 +78,7 @@ def _read_preamble(file: BinaryIO) -> tuple[int, int]:
 
 
 def read_summary(file: BinaryIO) -> TraceSummary:
-    """Reads the description of the trace in ``file``, from its start; leaves ``file`` at the first chunk.
+    """Reads the description of the trace in ``file``, from its start. Leaves ``file`` at the first chunk.
 
     Raises DataError.
     """
@@ -111,7 +111,7 @@ def read_summary(file: BinaryIO) -> TraceSummary:
 
 
 def read_header(file: BinaryIO) -> TraceHeader:
-    """The header alone, as ``read_summary`` reads it."""
+    """The header alone, as in ``read_summary``."""
     return read_summary(file).header
 
 
@@ -174,7 +174,7 @@ _CHUNK_ROWS = 1 << 16  # a chunk is written when it has this many units or event
 
 
 class TraceWriter:
-    """Writes a trace as its events happen, a chunk at a time (a context manager).
+    """Writes a trace as its events happen, a chunk at a time. A context manager.
 
     The trace appears at ``path`` when it is closed, and only if it is complete. ``header`` is written last and may be
     assigned until then: importers find records as they read. Raises as

@@ -318,7 +318,7 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class EventColumns:
-    """Events as columns; event i has units ``offsets[i]:offsets[i + 1]`` of ``records`` and ``flags``."""
+    """Events as columns. Event i has units ``offsets[i]:offsets[i + 1]`` of ``records`` and ``flags``."""
 
     kinds: NDArray[np.uint8]
     phases: NDArray[np.uint8]

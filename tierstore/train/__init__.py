@@ -1,4 +1,4 @@
-"""Training: configuration, sessions, the trainer, and the ranks of a job. ``Trainer`` and what runs it import torch."""
+"""Training: configuration, sessions, trainer, ranks of a job. ``Trainer`` and what runs it import torch."""
 
 from __future__ import annotations
 

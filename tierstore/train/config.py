@@ -57,12 +57,10 @@ class ScheduleConfig:
     kind: LearningRateDecay = key(LearningRateDecay.COSINE, "decay of the learning rate")
     lr: float | None = key(
         None,
-        f"highest learning rate (none: {_LR:g}; above a width of {_LR_WIDTH}, in inverse proportion to it)",
+        f"highest learning rate (none: {_LR:g}; above width {_LR_WIDTH}, {_LR * _LR_WIDTH:g} / width)",
     )
     warmup_steps: int = key(10, "steps of linear warm-up")
-    total_steps: int | None = key(
-        None, "step at which the decay ends (none: the steps with which the run began)"
-    )
+    total_steps: int | None = key(None, "step at which the decay ends (none: steps of the first run)")
     min_lr_fraction: float = key(0.1, "fraction of lr left after the decay")
 
     def __post_init__(self) -> None:
@@ -119,20 +117,16 @@ class FinetuneConfig:
     """Settings for training an imported model. Raises ConfigError naming the field."""
 
     seq_len: int | None = key(
-        None, f"tokens of a sequence (none: {_SEQ_LEN}, or the positions of the model if it has fewer)"
+        None, f"tokens of a sequence (none: {_SEQ_LEN}, or the model's positions if fewer)"
     )
     checkpoint_activations: CheckpointActivations = key(
         CheckpointActivations.OFF, "what the backward pass recomputes"
     )
     expert_activations: SaveActivations = key(
-        SaveActivations.SAVE, "keep the activations of experts, or recompute them"
+        SaveActivations.SAVE, "keep experts' activations, or recompute them"
     )
-    aux_loss_weight: float | None = key(
-        None, "weight of the balance loss (none: that of the model's configuration)"
-    )
-    bias_update_speed: float = key(
-        0.001, "change per step of a router's balancing bias, if the model has one (0: none)"
-    )
+    aux_loss_weight: float | None = key(None, "weight of the balance loss (none: the model's)")
+    bias_update_speed: float = key(0.001, "change per step of a router's balancing bias (0: none)")
 
     def length(self, positions: int) -> int:
         """The sequence length for a model with ``positions`` (0: not known)."""
@@ -150,21 +144,22 @@ class RunConfig:
     """
 
     store: Path = key(Path("tierstore-store"), "store directory")
-    memory: int = key(0, "memory of the process, from which budgets that are not given follow", size=True)
+    memory: int = key(0, "memory of the process; budgets that are not given follow from it", size=True)
     host_budget: int = key(
         0,
-        "memory for experts: cache and CPU device tier (0: what memory leaves, by default 80% of what is free)",
+        "memory for experts: cache, CPU device tier, gradients (0: what memory leaves; without memory, 256MiB in "
+        "training, 80% of what is free in serving)",
         size=True,
     )
     device_budget: int = key(
-        0, "memory for experts on the device (0: all that is free; on a CPU a few slots)", size=True
+        0, "memory for experts on the device (0: all free memory; a few slots on a CPU)", size=True
     )
     device: str = key("auto", "cpu, cuda, or auto")
     weights_in_place: Capability = key(
-        Capability.AUTO, "on the CPU, compute with experts in place in the cache, without a copy"
+        Capability.AUTO, "on a CPU, compute with experts in the cache, uncopied"
     )
-    pinned_memory: Capability = key(Capability.AUTO, "pin the host buffers of copies for the accelerator")
-    threads: int = key(0, "torch threads (0: one for each core)")
+    pinned_memory: Capability = key(Capability.AUTO, "pin the host buffers of copies")
+    threads: int = key(0, "torch threads (0: one per core)")
 
     def __post_init__(self) -> None:
         check_least(self, 0, "threads")
@@ -178,13 +173,8 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """The configuration of ``tierstore train``. The defaults are the main job."""
 
-    steps: int = key(RUN_STEPS, "total number of optimizer steps")
+    steps: int = key(RUN_STEPS, "optimizer steps in all")
     clip_norm: float = key(0.0, "largest global gradient norm (0: no clipping)")
-    host_budget: int = key(
-        0,
-        "memory for experts: cache, gradients, CPU device tier (0: what memory leaves, 256MiB without it)",
-        size=True,
-    )
     boundary_budget: int = key(
         0, "memory for block inputs in layer order; the rest is spilled (0: no limit)", size=True
     )

@@ -74,11 +74,9 @@ class SourceConfig:
 
     paths: tuple[str, ...] = key((), "text files and directories (empty: Python's own source)")
     suffixes: tuple[str, ...] = key((), "endings of files taken from directories (empty: all)")
-    format: DataFormat = key(DataFormat.AUTO, "format of the files; bytes are not tokenised")
-    column: str = key(
-        "", "JSONL field or Parquet column that holds a text or a chat (empty: messages, else text)"
-    )
-    separator: str = key("", "separator between documents in a text file (empty: one document a file)")
+    format: DataFormat = key(DataFormat.AUTO, "format; bytes are not tokenised")
+    column: str = key("", "JSONL field or Parquet column of texts or chats (empty: messages, else text)")
+    separator: str = key("", "text between documents of a file (empty: one document a file)")
     packing: Packing = key(Packing.AUTO, "how documents share a sequence")
 
     def __post_init__(self) -> None:
@@ -93,10 +91,10 @@ class DataConfig(SourceConfig):
     (``*.py``, without site-packages and tests).
     """
 
-    validation_fraction: float = key(0.05, "fraction of the text held out for validation")
-    max_bytes: int = key(64 << 20, "most bytes of text to read, if bytes are the tokens")
+    validation_fraction: float = key(0.05, "fraction held out for validation")
+    max_bytes: int = key(64 << 20, "most bytes to read, if bytes are the tokens")
     batch_size: int = key(16, "sequences in a step, over all ranks")
-    micro_batches: int = key(1, "micro-batches whose gradients a step accumulates")
+    micro_batches: int = key(1, "micro-batches whose gradients a step sums")
     micro_order: MicroOrder = key(
         MicroOrder.AUTO,
         "micro: each micro-batch passes all layers; layer: each layer takes all micro-batches",

@@ -88,7 +88,7 @@ def open_session(
     tokenising: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
-    """A trainer over ``config.store``, closed at exit in any case; uncommitted steps are lost.
+    """A trainer over ``config.store``. It is closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
     per rank. When all checks have passed, before the first write, ``accepted`` gets what the process will hold.

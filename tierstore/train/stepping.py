@@ -52,11 +52,11 @@ from tierstore.train.setup import Setup
 
 
 class NonFiniteError(TierstoreError):
-    """A non-finite loss or gradient that the run cannot or must not skip."""
+    """A non-finite loss or gradient that the run does not skip."""
 
 
 class StepError(TierstoreError, RuntimeError):
-    """A training loop omitted or repeated an action, which the message names."""
+    """A training loop omitted or repeated an action. The message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,12 +37,10 @@ class TaskConfig(SourceConfig):
     """
 
     paths: tuple[str, ...] = key((), "the task's files and directories")
-    weight: float = key(1.0, "weight of the task's mean loss among those of all tasks")
-    rows: int = key(0, "sequences of the task in each micro-batch (0: by its share)")
-    share: float = key(1.0, "share of the sequences left over by tasks with rows, relative to other tasks")
-    cost: int = key(
-        0, "cost of a sequence in tokens, for balancing ranks (0: seq_len, since padding is computed too)"
-    )
+    weight: float = key(1.0, "weight of the task's mean loss")
+    rows: int = key(0, "sequences in each micro-batch (0: by share)")
+    share: float = key(1.0, "share of the sequences left by tasks with rows, relative to other tasks")
+    cost: int = key(0, "cost of a sequence in tokens, to balance ranks (0: seq_len)")
     head: TaskHead = key(TaskHead.SHARED, "own: an output head that only this task trains")
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # torch's pipelining takes a while to import
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step: losses are means over micro-batches, in nats; ``grad_norm`` is before clipping."""
+    """One step. Losses are means over micro-batches, in nats; ``grad_norm`` is before clipping."""
 
     step: int
     loss: float

@@ -75,9 +75,9 @@ def cache() -> None:
 @cache.command()
 @click.argument("trace", type=output_file(OutputKind.TRACE))
 @click.argument("config", required=False, type=PATH)
-@click.option("--data", multiple=True, help="Text file or directory to train on; repeat for several.")
-@click.option("--store", type=PATH, help="Directory of the store.")
-@click.option("--steps", type=int, help="Total number of optimizer steps.")
+@click.option("--data", multiple=True, help="Text files and directories (empty: Python's own source).")
+@click.option("--store", type=PATH, help="Store directory.")
+@click.option("--steps", type=int, help="Optimizer steps in all.")
 @click.option("--host-budget", type=SIZE, help="Memory for experts.")
 @checksum_option
 @set_option()
@@ -85,7 +85,7 @@ def cache() -> None:
 @help_config_option()
 @click.pass_context
 def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
-    """Train as ``tierstore train`` does, and record its cache's requests to TRACE."""
+    """Train as ``tierstore train`` does, and record the cache's requests to TRACE."""
     from tierstore.cli.train import train
 
     ctx.invoke(train, record_trace=trace, **options)
@@ -95,7 +95,7 @@ def record(ctx: click.Context, /, trace: Path, **options: Any) -> None:
 @click.argument("source", nargs=-1, type=EXISTING_FILE)
 @click.argument("trace", required=False, type=FILE)
 @click.option("--kind", type=click.Choice(_KINDS), help="Format of SOURCE (default: detected).")
-@click.option("--keys", type=output_file(OutputKind.NAMES), help="Write the name of each record here.")
+@click.option("--keys", type=output_file(OutputKind.NAMES), help="Write the records' names.")
 @click.option("--list-options", is_flag=True, help="List the --set options of --kind, and exit.")
 @set_option("Set an option of --kind (see --list-options).")
 @json_option
@@ -108,11 +108,11 @@ def import_(
     settings: tuple[str, ...],
     output: Output,
 ) -> None:
-    """Convert SOURCE to a TRACE. SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key per line, each
-    optionally compressed with gzip, xz or zstd.
+    """Convert SOURCE to a TRACE. SOURCE: expert ids (npz, JSON lines), oracleGeneral, csv, or one key per line; it may be
+    compressed with gzip, xz or zstd.
 
-    Several SOURCEs are the files of one routing log (JSON lines), one per layer; a field or the file name (layer_3.jsonl)
-    gives the layer. Their steps are merged.
+    Several SOURCEs are one routing log (JSON lines), a file per layer; a field or the file name (layer_3.jsonl) gives the
+    layer.
     """
     from tierstore.lab.importing import SourceKind, import_trace, options_of
 
@@ -151,7 +151,7 @@ def import_(
     "--lookahead",
     type=click.Choice(["none", "recorded"]),
     default="none",
-    help="Replay the requests alone (none), or with the prefetches recorded by tierstore train.",
+    help="Replay the requests alone, or with the prefetches that train recorded.",
 )
 @pin_option
 @dataclass_options(ReplayOptions, "replay")
@@ -200,7 +200,7 @@ def simulate(
 
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
-@click.option("--points", type=click.IntRange(min=1), default=10, help="Number of equally spaced capacities.")
+@click.option("--points", type=click.IntRange(min=1), default=10, help="Equally spaced capacities.")
 @policy_option("every policy, and belady")
 @pin_option
 @dataclass_options(ReplayOptions, "replay")
@@ -217,8 +217,7 @@ def curve(
     html: Path | None,
     output: Output,
 ) -> None:
-    """Show miss-ratio curves of TRACE over capacity, with the clairvoyant policy (a bound if all entries have one size) and
-    the line 1 - C/N."""
+    """Show miss-ratio curves of TRACE over capacity, with the clairvoyant policy and the line 1 - C/N."""
     from tierstore.lab.miss_curves import REPORT_WINDOWS, curve_capacities, curves, keep_ratio
     from tierstore.lab.simulate import contract_name
 
@@ -260,9 +259,7 @@ def curve(
 @cache.command()
 @click.argument("trace", type=EXISTING_FILE)
 @capacity_option(multiple=False)
-@click.option(
-    "--out", type=output_file(OutputKind.CONFIGURATION), help="Write the chosen configuration to this file."
-)
+@click.option("--out", type=output_file(OutputKind.CONFIGURATION), help="Write the chosen configuration.")
 @dataclass_options(SearchOptions, "search")
 @dataclass_options(MachineOptions, "figures")
 @html_option

@@ -27,7 +27,7 @@ class ContractOptions:
 
     contract: str = option(
         "event-atomic",
-        "Replay the requests of a layer pass as one set, or one after another.",
+        "Replay a layer pass's requests as one set, or one by one.",
         choices=("event-atomic", "sequential"),
     )
     threads: int = option(0, "Concurrent replays (0: one per core).", least=0)
@@ -46,7 +46,7 @@ class ReplayOptions(ContractOptions):
     scope: str = option(
         "global", "One cache for all layers, or an equal quota for each layer.", choices=("global", "layer")
     )
-    warmup: int = option(0, "Initial steps that are not counted.", least=0)
+    warmup: int = option(0, "Initial steps not counted.", least=0)
 
     def arguments(self) -> dict[str, Any]:
         from tierstore.cache.config import Scope
@@ -63,15 +63,15 @@ class SearchOptions(ContractOptions):
     )
     scope: str = option(
         "both",
-        "One cache for all layers, a quota for each layer, or the better of the two.",
+        "One cache for all layers, a quota for each, or the better.",
         choices=("global", "layer", "both"),
     )
     objective: str = option(
         "misses",
-        "Cost to minimise: misses, bytes read and written, or stall time.",
+        "Cost to minimise; bytes are read and written.",
         choices=("misses", "bytes", "stall"),
     )
-    prefix: float = option(0.5, "Fraction of the steps to tune on; the rest scores the choice.")
+    prefix: float = option(0.5, "Fraction of the steps to tune on.")
     confidence: float = option(0.95, "Confidence level of the gain's interval.")
     seed: int = option(0, "Seed of the bootstrap.", least=0)
 
@@ -110,10 +110,8 @@ class SearchOptions(ContractOptions):
 class MachineOptions:
     """The machine that estimates assume: the fields of ``tierstore.lab.Machine``."""
 
-    profile: Path | None = option(
-        None, "Profile measured by `tierstore bench machine` (default: plan's assumed costs)."
-    )
-    run: Path | None = option(None, "Configuration of a run; plan predicts its computation time per step.")
+    profile: Path | None = option(None, "Profile of `bench machine` (default: plan's assumed costs).")
+    run: Path | None = option(None, "Configuration of a run, whose computation plan predicts.")
     read_bytes_per_s: int | None = option(
         None, "Read bandwidth, bytes/s (default: the profile's).", "--read", size=True
     )
@@ -124,7 +122,7 @@ class MachineOptions:
         None, "Bandwidth of mixed reads and writes, bytes/s.", "--mixed", size=True
     )
     compute_s_per_step: float | None = option(
-        None, "Computation time per step, seconds (default: from --run, or 0).", "--compute"
+        None, "Seconds of computation per step (default: from --run, or 0).", "--compute"
     )
     overlap: str = option(
         "lookahead",
@@ -172,7 +170,7 @@ def policy_option(default: str) -> Callable[[F], F]:
         "policies",
         multiple=True,
         metavar="NAME[:OPTION=VALUE,..]",
-        help=f"Policy, or the bound belady, belady-bypass or unbounded, or all; repeat for several (default: {default}).",
+        help=f"Policy, all, or a bound: belady, belady-bypass, unbounded; repeat for several (default: {default}).",
     )
 
 
@@ -184,7 +182,7 @@ def capacity_option(*, multiple: bool) -> Callable[[F], F]:
         type=FRACTION,
         multiple=multiple,
         default=("0.5",) if multiple else "0.5",
-        help="Cache size, such as 512MiB, or a fraction of all entries of the trace.",
+        help="Cache size, such as 512MiB, or a fraction of the trace's entries.",
     )
 
 
@@ -195,7 +193,7 @@ pin_option = click.option(
     "pins",
     multiple=True,
     metavar="LAYER:EXPERT,..",
-    help="Records to pin in the cache once loaded, by layer and index in it; repeat for several.",
+    help="Records to pin once loaded, by layer and index in it; repeat for several.",
 )
 
 

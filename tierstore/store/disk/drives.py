@@ -134,7 +134,7 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class DriveReport:
-    """One directory of a store: its ``share`` of new slots, the bytes stored there, and the traffic since the opening.
+    """One directory of a store: its ``share`` of new slots, the bytes stored there, and traffic since the opening.
 
     ``bandwidth`` is bytes a second while transfers were in flight: since the opening, or the last commits' estimate if
     little was moved since (0: not known).
