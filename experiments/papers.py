@@ -263,7 +263,16 @@ class Trained:
             "links.node.bandwidth": int(REACHED * INFINIBAND / NODE),
         }
         config = load(TrainConfig, None, {**preset.settings, **settings})
-        works = list(stage_workloads(config, LayoutChoice(layout), find_profile(Path(preset.gpu)), NODE))
+        works = list(
+            stage_workloads(
+                config,
+                LayoutChoice(layout),
+                find_profile(Path(preset.gpu)),
+                NODE,
+                device=DeviceKind.CUDA,
+                device_memory=preset.gpu_memory,
+            )
+        )
         return config.tokens_per_step / layout_cost(works).step_s / layout.world
 
 

@@ -34,6 +34,7 @@ from tierstore.plan.layouts import (
     pipeline_seconds,
 )
 from tierstore.plan.predict import simulated
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.combinations import Compatibility, Feature, check_combination, pairing
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -293,6 +294,24 @@ def test_a_slow_link_between_nodes_is_avoided() -> None:
     assert wide.sent["sent_across_nodes_bytes"] > 0
     same = next(cost for cost in near.costs if cost.choice.ranks == Layout(1, 1, 4, 1))
     assert same.sent["sent_across_nodes_bytes"] == 0
+
+
+def test_experts_are_copied_to_an_accelerator() -> None:
+    """A step copies all 16 experts up once if they fit there, since each is stepped; with four slots it copies 30."""
+    config = configured({"data.micro_batches": 1})
+    slow = replace(ASSUMED, copy=Cost(0.0, 1e6))
+    choice = LayoutChoice(Layout(1, 1, 1, 1))
+
+    def step_s(device: DeviceKind, memory: int | None = None) -> float:
+        works = list(stage_workloads(config, choice, slow, 1, device=device, device_memory=memory))
+        return layout_cost(works).step_s
+
+    expert_s = 3 * 32 * 32 * 4 / 1e6
+    gradients = 16
+    assert step_s(DeviceKind.CUDA, 1 << 40) == pytest.approx((16 + gradients) * expert_s, rel=0.05)
+    assert step_s(DeviceKind.CUDA) == pytest.approx((30 + gradients) * expert_s, rel=0.05)
+    found = compare_layouts(config, slow, ranks=2, node_ranks=2, device=DeviceKind.CUDA)
+    assert found.best.step_s > compare_layouts(config, slow, ranks=2, node_ranks=2).best.step_s
 
 
 def test_what_a_comparison_says() -> None:

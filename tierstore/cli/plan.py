@@ -36,6 +36,7 @@ from tierstore.units import format_bytes, format_seconds, parse_size
 
 if TYPE_CHECKING:  # these import numpy and LMDB, which --help must not load
     from tierstore.plan import Preset, Profile
+    from tierstore.plan.fitting import Limits
     from tierstore.plan.layouts import LayoutComparison, LayoutCost
     from tierstore.serve.opening import ServedStore
     from tierstore.serve.planning import PassPlan
@@ -157,7 +158,7 @@ def plan(
     if question.layouts:
         if not loaded.host_budget:
             loaded = replace(loaded, host_budget=max(loaded.memory // 2, 1))
-        _show_layouts(loaded, costs, ranks, share, limits.memory // share, output)
+        _show_layouts(loaded, costs, ranks, share, device, limits, output)
         return
     made = plan_run(
         loaded,
@@ -260,19 +261,28 @@ _VARIANTS = 12
 
 
 def _show_layouts(
-    config: TrainConfig, profile: Profile, ranks: int, node_ranks: int, memory: int, output: Output
+    config: TrainConfig,
+    profile: Profile,
+    ranks: int,
+    node_ranks: int,
+    device: DeviceKind,
+    limits: Limits,
+    output: Output,
 ) -> None:
     """Show the fastest layout of each arrangement of ranks, and the variants of the best one. Layouts whose ranks need more
-    than ``memory`` bytes are marked.
+    than their share of a node's memory are marked.
     """
     from tierstore.plan.layouts import best_of_each_kind, compare_layouts
 
+    memory = limits.memory // node_ranks
     with output.progress(label="layouts") as progress:
         found = compare_layouts(
             config,
             profile,
             ranks=ranks,
             node_ranks=node_ranks,
+            device=device,
+            device_memory=limits.device,
             progress=progress.update,
         )
     title = f"{ranks} ranks, {node_ranks} per node: the fastest of each arrangement (sent: bytes per rank and step)"

@@ -31,6 +31,7 @@ from tierstore.plan.traffic import Traffic, step_traffic
 from tierstore.plan.workload import WEIGHT_BYTES, StepWorkload
 from tierstore.prefetch.operations import Kind, Operation, PassSizes
 from tierstore.prefetch.schedule import MicroPass, Pass
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
 from tierstore.train.stages import one_forward_one_backward, stage_config
@@ -356,9 +357,12 @@ def stage_workloads(
     profile: Profile,
     node_ranks: int,
     known: KnownTraffic | None = None,
+    *,
+    device: DeviceKind = DeviceKind.CPU,
+    device_memory: int | None = None,
 ) -> Iterator[LayoutWorkload]:
-    """The work of one rank of each stage of ``choice``. ``known``: a cache of traffic across calls. Raises BudgetError if a
-    budget is too small.
+    """The work of one rank of each stage of ``choice``. ``known``: a cache of traffic across calls with the same device.
+    ``device_memory``: of each rank's ``device``, in bytes, if known. Raises BudgetError if a budget is too small.
     """
     known = {} if known is None else known
     layout = choice.ranks
@@ -369,7 +373,15 @@ def stage_workloads(
         if layout.tensor > 1:  # the group's ranks divide the experts and share their tokens
             model = _part(model, config, layout.tensor)
         expert = 1 if layout.tensor > 1 else layout.expert
-        setting = as_configured(Setting(config=own, model=model, ranks=layout.data, expert=expert))
+        setting = Setting(
+            config=own,
+            model=model,
+            ranks=layout.data,
+            expert=expert,
+            device=device,
+            device_memory=device_memory,
+        )
+        setting = as_configured(setting)
         taken = capacity(setting)
         key = (layout, choice.order, choice.degree > 1, stage)
         if key not in known:

@@ -35,6 +35,7 @@ from tierstore.plan.predict import simulated
 from tierstore.plan.workload import SETTLED
 from tierstore.prefetch.operations import Kind, Resource
 from tierstore.stats import OnProgress, Tier
+from tierstore.tiers.slots import DeviceKind
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
 from tierstore.train.files import MicroOrder
@@ -179,9 +180,13 @@ def compare_layouts(
     *,
     ranks: int,
     node_ranks: int,
+    device: DeviceKind = DeviceKind.CPU,
+    device_memory: int | None = None,
     progress: OnProgress = lambda done, total: None,
 ) -> LayoutComparison:
-    """Compare all layouts of ``ranks`` ranks, ``node_ranks`` per node. Raises ConfigError if none is possible."""
+    """Compare all layouts of ``ranks`` ranks, ``node_ranks`` per node. ``device_memory``: as for ``stage_workloads``. Raises
+    ConfigError if none is possible.
+    """
     if ranks < 1 or not 1 <= node_ranks <= ranks or ranks % node_ranks:
         raise ConfigError(f"--node-ranks: expected a divisor of the {ranks} ranks, got {node_ranks}")
     config.check_length()
@@ -196,7 +201,17 @@ def compare_layouts(
         works: list[LayoutWorkload] = []
         if why is None:
             try:
-                works = list(stage_workloads(config, choice, profile, node_ranks, known))
+                works = list(
+                    stage_workloads(
+                        config,
+                        choice,
+                        profile,
+                        node_ranks,
+                        known,
+                        device=device,
+                        device_memory=device_memory,
+                    )
+                )
             except BudgetError as error:
                 why = str(error)
         if why is None:

@@ -46,6 +46,8 @@ from tierstore.train.budgets import copies_weights
 STEPS, SETTLED = 3, 1
 #: The most experts of a pass, and of a step, simulated one by one; more experts are grouped into that many equal parts.
 _MOST_OF_A_PASS, _MOST_OF_A_STEP = 16, 256
+#: Device slots through which experts go that are not kept: the one that is computed, and the next one.
+_SLOTS_AHEAD = 2
 #: Bytes of a router weight that travels with a row, and of its gradient: fp32.
 WEIGHT_BYTES = 4
 #: Bytes per parameter that AdamW touches: weight, exp_avg and exp_avg_sq read and written, the gradient read.
@@ -144,9 +146,24 @@ class StepWorkload:
             fetch=round(moved.loaded / divided),
             fetch_state=round(moved.state / divided),
             evict=round(moved.written / divided),
-            load=round(slots.weight_bytes * each) if copies_weights(setting.config, setting.device) else 0,
+            load=round(slots.weight_bytes * each * self._copied(item.phase)),
             to_host=round(stepped.gradient_content_bytes * each) if leaves else 0,
         )
+
+    def _copied(self, phase: Phase) -> float:
+        """The share of a pass's experts that are copied to device slots, as the mean of a step's micro-batches.
+
+        The slots keep experts as well as any policy can, but for ``_SLOTS_AHEAD`` of them where not all fit. An expert that
+        is stepped is copied again by its next forward pass.
+        """
+        setting, slots = self.setting, self.taken.divided.slots.weights
+        if not copies_weights(setting.config, setting.device):
+            return 0.0
+        kept = 1.0 if slots >= setting.records else max(slots - _SLOTS_AHEAD, 0) / setting.records
+        missing = 1.0 - kept
+        if phase is Phase.FORWARD and setting.usage.trains and not setting.usage.frozen:
+            return (1.0 + (self._passes - 1) * missing) / self._passes
+        return missing
 
     def exchange(self, item: Pass) -> LayerPass:
         """The messages that one rank sends in the pass ``item`` over experts; each micro-batch that passes sends its own."""
