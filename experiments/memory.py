@@ -310,7 +310,7 @@ class Process:
 
     def finish(self) -> dict[str, Any]:
         """The JSON that ends its output (nothing for a rank without). Raises DataError with its last line of errors."""
-        out, _ = self.child.communicate(timeout=TIMEOUT_S)
+        out, _ = self.child.communicate()
         if self.child.returncode:
             last = (self.errors.read_text().splitlines() or [""])[-1]
             raise DataError(f"status {self.child.returncode}: {last}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def main() -> None:
         for seed in asked.seeds:
             with tempfile.TemporaryDirectory() as directory:
                 found.append(curve(Path(directory), shape, seed, settings))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     rows = [
         (
             each["shape"],
