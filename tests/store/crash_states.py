@@ -11,6 +11,7 @@ are taken as atomic and durable.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from collections.abc import Iterator
@@ -82,6 +83,15 @@ class CrashState:
     generations: list[int]
     unacknowledged: bool  # the last durable commit may still be undone
     pages: dict[str, dict[int, bytes]] = field(default_factory=dict)
+
+    def digest(self) -> bytes:
+        """The same for states in which every page is."""
+        hashed = hashlib.sha1(usedforsecurity=False)
+        for path, pages in sorted(self.pages.items()):
+            for number, data in sorted(pages.items()):
+                hashed.update(f"\0{path}\0{number}\0".encode())
+                hashed.update(data)
+        return hashed.digest()
 
 
 class Disk:
