@@ -202,6 +202,11 @@ def processor_flags(proc: Path = _PROC) -> frozenset[str]:
     return frozenset()
 
 
+def has_amx() -> bool:
+    """Whether the processor multiplies matrices in tiles (AMX): oneDNN then compiles and computes bf16 products for them."""
+    return "amx_tile" in processor_flags()
+
+
 def instruction_sets(proc: Path = _PROC) -> list[str]:
     """The optimizer's instruction sets that the processor has, best first; ``scalar`` is always included."""
     flags = processor_flags(proc)

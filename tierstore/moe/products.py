@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tierstore import _native
-from tierstore.capabilities import processor_flags
+from tierstore.capabilities import has_amx
 from tierstore.quant.weights import native_array
 
 _TYPES = (torch.float32, torch.bfloat16)
@@ -25,7 +25,7 @@ def multiplies_at_once(like: Tensor) -> bool:
 
 def compiles_products(like: Tensor) -> bool:
     """Whether oneDNN compiles a product of matrices like ``like`` for each shape, and computes it in tiles of AMX."""
-    return like.device.type == "cpu" and like.dtype == torch.bfloat16 and "amx_tile" in processor_flags()
+    return like.device.type == "cpu" and like.dtype == torch.bfloat16 and has_amx()
 
 
 def slow_products(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tierstore.capabilities import processor_flags
+from tierstore.capabilities import has_amx
 from tierstore.dense.config import OptimizerState
 from tierstore.dense.layout import DenseBytes, Gathered, Narrow, Region, Span, UnitLayout, dense_bytes
 from tierstore.machine import MemoryAccount, working_bytes
@@ -243,7 +243,7 @@ def _working_bytes(config: TrainConfig, activations: int, device: DeviceKind) ->
     if device is not DeviceKind.CPU:
         return working_bytes(0)
     products = product_bytes(config, device)
-    compiling = products > 0 and "amx_tile" in processor_flags()
+    compiling = products > 0 and has_amx()
     return working_bytes(activations, compiling=compiling) + products
 
 
@@ -255,7 +255,7 @@ def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
     tokens = rank_tokens(config, 1)  # an expert's rows come from the ranks of its group
     counts = min(tokens, -(-4 * tokens * model.architecture.top_k // model.experts))
     each = _PRODUCT_BYTES
-    if "amx_tile" in processor_flags():
+    if has_amx():
         if isinstance(model, ModelConfig):  # whose experts' rows are padded
             counts = len({tile_rows(rows) for rows in range(1, counts + 1)})
         each = min(_AMX_PRODUCT_BYTES + _AMX_WIDTH_BYTES * model.expert_shape.d_model, _AMX_MOST_BYTES)
