@@ -312,23 +312,36 @@ class _ByExpert(BackwardWalk):
 
     def _compute_one(self, lease: ExpertLease, number: int, span: slice, x_MD: Tensor) -> None:
         shape, work = self._call.shape, self._work
+        grad_x_MD, grad_weight_M = self._grad_x_MD[span], self._grad_weight_M[span]
+        rows = span.stop - span.start
+        count = work.padded(rows)
+        x_CD = work.pad("x", x_MD, count)
         if self._saved.inner_MP is not None:
-            inner = self._saved.inner_MP[span]
+            inner = work.pad("padded inner", self._saved.inner_MP[span], count)
         else:
-            inner = work.inner(1, span.stop - span.start)
-            recompute_inner(shape, lease.flat, x_MD, inner, work, lease.pair)
+            inner = work.inner(1, count)
+            recompute_inner(shape, lease.flat, x_CD, inner, lease.pair)
+        grad_x_CD, grad_weight_C = grad_x_MD, grad_weight_M
+        if count > rows:
+            grad_x_CD, grad_weight_C = (
+                work.take("out", grad_x_MD, count),
+                work.take("grad weight", grad_weight_M, count),
+            )
         backward_expert(
             shape,
             lease.flat,
             lease.gradients,
-            x_MD,
+            x_CD,
             inner,
-            self._grads.of(number, span),
-            self._grad_x_MD[span],
+            work.pad("grad out", self._grads.of(number, span), count),
+            grad_x_CD,
             work,
             lease.pair,
-            weights=(self._weights.of(number, span), self._grad_weight_M[span]),
+            weights=(work.pad("weight", self._weights.of(number, span), count), grad_weight_C),
         )
+        if count > rows:
+            grad_x_MD.copy_(grad_x_CD[:rows])
+            grad_weight_M.copy_(grad_weight_C[:rows])
 
     def finish(self) -> tuple[Tensor, Tensor]:
         plan = self._call.plan

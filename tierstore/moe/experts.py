@@ -122,7 +122,9 @@ class Workspace:
         return tile_rows(rows) if self._pads else rows
 
     def pad(self, name: str, tensor: Tensor, rows: int) -> Tensor:
-        """A copy of ``tensor`` with zeros up to ``rows`` rows, in scratch ``name``."""
+        """``tensor``, or if it has fewer than ``rows`` rows a copy with zeros up to them, in scratch ``name``."""
+        if len(tensor) == rows:
+            return tensor
         copy = self.take(name, tensor, rows)
         copy[: len(tensor)].copy_(tensor)
         copy[len(tensor) :].zero_()
@@ -258,22 +260,12 @@ def _multiply(
 
 
 def recompute_inner(
-    shape: ExpertShape,
-    flat: Tensor,
-    x_MD: Tensor,
-    inner_MP: Tensor,
-    work: Workspace,
-    pair: PairLease | None = None,
+    shape: ExpertShape, flat: Tensor, x_MD: Tensor, inner_MP: Tensor, pair: PairLease | None = None
 ) -> None:
-    """Write ``inner_MP`` with the same bits as :func:`forward_expert`: the product and its shape are the same."""
-    rows = x_MD.shape[0]
-    count = work.padded(rows)
-    if count > rows:
-        inner_CP = work.take("padded inner", inner_MP, count)
-        recompute_inner(shape, flat, work.pad("x", x_MD, count), inner_CP, work, pair)
-        inner_MP.copy_(inner_CP[:rows])
-    else:
-        _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
+    """Write ``inner_MP`` with the same bits as :func:`forward_expert`, if ``x_MD`` is padded as there: the product and its
+    shape are the same.
+    """
+    _project_in(shape, flat, x_MD, terms(pair)[0], inner_MP)
 
 
 def backward_expert(
@@ -294,24 +286,10 @@ def backward_expert(
 
     Overwrites ``gradients`` (flat, like the weights; None: the expert is frozen), those of ``pair``, ``grad_x_MD``, and
     with ``weights`` also ``grad_out_MD``. Uses inner scratch 0 and hidden scratch 0 and 1. The router's gradient does not
-    need the expert's output: ``<grad_out, y> = <grad_out down, hidden>`` (without biases).
+    need the expert's output: ``<grad_out, y> = <grad_out down, hidden>`` (without biases). The rows are computed as they
+    are: the caller pads them (``Workspace.pad``).
     """
     rows = x_MD.shape[0]
-    count = work.padded(rows)
-    if count > rows:
-        x_CD, inner_CP = work.pad("x", x_MD, count), work.pad("padded inner", inner_MP, count)
-        grad_out_CD, grad_x_CD = work.pad("grad out", grad_out_MD, count), work.take("out", grad_x_MD, count)
-        both = None
-        if weights is not None:
-            weight_M, grad_weight_M = weights
-            both = work.pad("weight", weight_M, count), work.take("grad weight", grad_weight_M, count)
-        backward_expert(
-            shape, flat, gradients, x_CD, inner_CP, grad_out_CD, grad_x_CD, work, pair, weights=both
-        )
-        grad_x_MD.copy_(grad_x_CD[:rows])
-        if both is not None:
-            grad_weight_M.copy_(both[1][:rows])
-        return
     hidden_MF, grad_hidden_MF = work.hidden(0, rows), work.hidden(1, rows)
     inner, down = terms(pair)
     matrices = shape.views(flat)
