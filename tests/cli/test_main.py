@@ -69,6 +69,7 @@ def test_a_group_says_all_of_what_its_commands_do(name: str) -> None:
         (["doctor", "--capability", "warp=on"], "unknown name 'warp'; expected one of io_uring"),
         (["doctor", "--capability", "dax=sometimes"], "--capability dax: expected off, auto or on"),
         (["doctor", "--dir", "/no/such/place"], "/no/such/place: No such file or directory"),
+        (["train", "--memory", "300MiB"], "memory: expected at least 346030080 bytes, got 314572800"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(args: list[str], said: str) -> None:
@@ -165,9 +166,12 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
     [
         *(
             (args, "passive")
-            for args in ("--help", "--version", "verify --help", "doctor --help", "nonsense")
+            for args in (
+                *("--help", "--version", "verify --help", "doctor --help", "nonsense"),
+                *("train --memory 300MiB", "import . --store s --memory 300MiB"),  # less than torch takes
+            )
         ),
-        *((args, "None") for args in ("generate --help", "serve --help")),
+        *((args, "None") for args in ("generate --help", "serve --help", "serve . --memory 300MiB")),
     ],
 )
 def test_torch_is_not_imported_to_answer_and_openmp_spins_where_passes_are_short(

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import EXISTING_DIRECTORY, PATH, dataclass_options, json_option
+from tierstore.cli.options import (
+    EXISTING_DIRECTORY,
+    PATH,
+    check_process_memory,
+    dataclass_options,
+    json_option,
+)
 from tierstore.cli.output import Output
 from tierstore.config import PathKind, option
 from tierstore.errors import ConfigError
@@ -55,6 +61,7 @@ class _Import:
 @json_option
 def import_(model: Path, asked: _Import, output: Output) -> None:
     """Import the safetensors checkpoint in MODEL_DIR into a store. Under torchrun each rank imports its own part."""
+    check_process_memory(asked.memory)
     output = output.of_first_rank()
     with output.passing("import") as progress:
         from tierstore.hf.importing import ImportOptions, import_model

@@ -23,6 +23,7 @@ from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
     PATH,
+    check_process_memory,
     config_options,
     config_overrides,
     dataclass_options,
@@ -61,7 +62,9 @@ def _served(store: Path, file: Path | None, overrides: Mapping[str, object], out
         output.line(
             f"settings from {store / Deployment.NAME}: {', '.join(used) or 'none, options override all of them'}"
         )
-    return load(ServeConfig, file, {**deployed, **overrides})
+    config = load(ServeConfig, file, {**deployed, **overrides})
+    check_process_memory(config.memory)
+    return config
 
 
 def _launched(config: ServeConfig) -> AbstractContextManager[Mesh]:

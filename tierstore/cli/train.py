@@ -17,6 +17,7 @@ import click
 from tierstore.cli.main import DONE, INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     PATH,
+    check_process_memory,
     checksum_option,
     config_options,
     config_overrides,
@@ -89,7 +90,9 @@ def train(
     Without arguments, train a byte-level model several times larger than its host budget on Python's standard library, into
     ./tierstore-store. A store made by tierstore import trains the imported model; its first run needs no --resume.
     """
-    loaded = with_stored_model(load(TrainConfig, config, config_overrides(settings, given)))
+    loaded = load(TrainConfig, config, config_overrides(settings, given))
+    check_process_memory(loaded.memory)
+    loaded = with_stored_model(loaded)
     from tierstore.parallel import launch, limited_groups
     from tierstore.train.ranks import Opening, rank_file
 
