@@ -132,6 +132,7 @@ def task(config: TrainConfig, directory: Path, **more: Any) -> TrainTask:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_race_of_rivals_that_need_torch_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     names = ("torch", "fsdp2-cpu", "tierstore", "deepspeed-nvme")
@@ -349,12 +350,13 @@ def test_differences_of_losses() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_reasons_of_a_process(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = replace(config, data=DataConfig(paths=(str(tmp_path / "nowhere"),)))
     with pytest.raises(RivalError, match=r"torch: DataError: .*nowhere"):
         RivalProcess("torch", task(lost, tmp_path), tmp_path / "lost", timeout_s=60)
-    with pytest.raises(RivalError, match=r"torch: no answer within 0\.05 s"):
-        RivalProcess("torch", task(config, tmp_path), tmp_path / "late", timeout_s=0.05)
+    with pytest.raises(RivalError, match=r"torch: no answer within 0\.001 s"):
+        RivalProcess("torch", task(config, tmp_path), tmp_path / "late", timeout_s=0.001)
     (tmp_path / "rival_that_ends.py").write_text(
         "import os\ndef opened(task):\n    print('begun\\nthe end\\n', flush=True)\n    os._exit(7)\n"
     )

@@ -205,7 +205,7 @@ def _alone(served: Served, prompt: list[int], count: int, known: dict[tuple[int,
     return held[:count]
 
 
-@pytest.mark.parametrize("cases", [20, pytest.param(share(200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [20, pytest.param(share(100), marks=pytest.mark.slow)])
 def test_neighbours_change_no_bit(cases: int) -> None:
     """Random interleavings of joins, steps and leaves: each request has the bits that it gets alone."""
     _, served = built_in()

@@ -17,7 +17,7 @@ from effort import share
 
 from tierstore.store import MomentFormat, ParameterStore, StoreConfig
 
-KILLS = share(200)
+KILLS = share(100)
 SECONDS = 30.0  # one child may take: far more than it needs
 
 
