@@ -15,6 +15,7 @@ import torch
 import training_race
 from click.testing import CliRunner, Result
 from fake_disk import FakeDisk
+from process import RivalProcess
 from served_stores import store_of
 
 from tierstore.bench.comparing import compare
@@ -60,6 +61,12 @@ def test_the_race_of_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """tierstore, transformers and accelerate with a checkpoint, which tierstore imports; load at the end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(generation_race, "PROBE_BYTES", 4 << 20)
+    # With this process's policy, or the rivals could not be forked.
+    monkeypatch.setattr(
+        generation_race,
+        "RivalProcess",
+        lambda *given, **named: RivalProcess(*given, **named | {"omp_wait": "passive"}),
+    )
     store_of(tmp_path, "qwen3_moe", torch.bfloat16)
     done, found = run(
         *("generate", "model", "--rivals", "tierstore,transformers,accelerate", "--memory", "0"),

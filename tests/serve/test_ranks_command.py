@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 from command_line import invoke
+from forked_python import ForkServer
 from served_stores import make_tiny_store
 from test_serve_command import Serving, serving_process
 
@@ -58,11 +59,11 @@ def rank_of(torchrun: subprocess.Popen[str], rank: int) -> int:
     return int(ranks[rank])
 
 
-def test_the_texts_of_one_process_and_a_drain(store: Path) -> None:
+def test_the_texts_of_one_process_and_a_drain(store: Path, fork_server: ForkServer) -> None:
     """A stream is cancelled, another goes on after the signal to rank 0, which ends both ranks."""
     expected = texts(store, 1)
     assert texts(store, 2) == expected
-    with served(store) as (process, client):
+    with fork_server.forking(), served(store) as (process, client):
         for prompt, text in zip(PROMPTS, expected, strict=True):
             answer = client.completions.create(**ASKED, prompt=prompt, max_tokens=8)
             assert answer.choices[0].text == text["text"]

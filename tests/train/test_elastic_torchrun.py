@@ -134,6 +134,7 @@ def by_hand(ranks: Ranks, settings: Make, worlds: list[tuple[int, int]]) -> tupl
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_node_joins_loses_its_rank_and_then_itself(
     ranks: Ranks, settings: Make, tmp_path: Path, agents: Agents
 ) -> None:
