@@ -185,12 +185,17 @@ def test_a_plan_by_the_runs_own_trace_has_its_counts(
             greedy(runner, drawn([7, 4]), 6)
             live = parts.store.cache.residency.stats()
             parts.store.end_trace()
-        sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-        base = ["plan", "--model", str(store), "--serve", "--batch", "2", "--trace", str(trace), "--json"]
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*base, "--budgets", str(budget), *sets])
-        assert ended.value.code == 0
-        (made,) = json.loads(capsys.readouterr().out.splitlines()[-1])["budgets"]
+
+        def planned(changes: dict[str, Any], budget: int = budget, trace: Path = trace) -> dict[str, Any]:
+            sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
+            asked = ["plan", "--model", str(store), "--serve", "--batch", "2", "--trace", str(trace)]
+            with pytest.raises(SystemExit) as ended:
+                cli.main([*asked, "--json", "--budgets", str(budget), *sets])
+            assert ended.value.code == 0
+            (made,) = json.loads(capsys.readouterr().out.splitlines()[-1])["budgets"]
+            return dict(made)
+
+        made = planned(settings)
         passes = [made[name] for name in ("prefill", "decode") if made[name] is not None]
 
         def total(name: str, passes: list[dict[str, float]] = passes) -> int:
@@ -202,6 +207,13 @@ def test_a_plan_by_the_runs_own_trace_has_its_counts(
         assert total("read_bytes") == live.read_bytes
         # Every request of the host cache fills a slot; in place nothing is copied.
         assert total("copied_count") == (0 if made["slots_count"] == 0 else live.hits + live.misses)
+        if (
+            made["slots_count"] == 0
+        ):  # of the same requests, slots would have held their share of the 24 experts
+            with_slots = planned(settings | {"weights_in_place": "off"})
+            decode, held = with_slots["decode"], with_slots["slots_count"] / 24
+            assert 0 < held < 1
+            assert decode["copied_count"] == pytest.approx(decode["asked_count"] * (1 - held))
 
 
 def test_a_trace_of_another_model_is_refused(store: Path, spec: HfSpec, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ For each budget, a prefill pass and a decode pass are predicted. Budgets are div
 The bytes read come from a trace (``tierstore generate --record-trace``), replayed through the residency core with the frames
 left for the cache: with the budget and the settings of the recorded run, the counts are those of the run. Without a trace,
 even routing is assumed: a pass of T tokens reaches d(T) = E (1 - (1 - k / E)^T) experts of a layer. Those that no slot of
-the device holds are copied to it, from the host cache if that holds them, else from disk. With a trace, the experts copied
-are those that the recorded run requested of its host cache.
+the device holds are copied to it, from the host cache if that holds them, else from disk. With a trace of a run that had
+device slots, all that it requested of its host cache are copied; of a run that computed in the host cache, the share of
+its requests that the slots cannot hold.
 
 Time: a layer's experts that are ready are computed while others are copied and read, so a pass takes
 
@@ -209,7 +210,7 @@ def plan_serving(
         prefill, decode = (
             _even(spec, work, share, slots / count if copied else None)
             if work.trace is None
-            else _replayed(work.trace, cache, sequences=work.sequences, spec=spec, copied=copied)
+            else _replayed(work.trace, cache, work.sequences, spec, slots / count if copied else None)
         )
         prompt = work.sequences * work.prompt_tokens
         made.append(
@@ -252,10 +253,10 @@ def _even(spec: HfSpec, work: ServedWork, held: float, in_slots: float | None) -
 
 
 def _replayed(
-    trace: Path, cache: _Cache, *, sequences: int, spec: HfSpec, copied: bool
+    trace: Path, cache: _Cache, sequences: int, spec: HfSpec, in_slots: float | None
 ) -> tuple[_Counts | None, _Counts]:
     """The mean prefill and decode pass of ``trace`` with ``cache``: a pass that requests more records than ``sequences``
-    tokens can choose is a prefill. ``copied``: whether what is requested of the cache is copied to a device.
+    tokens can choose is a prefill. ``in_slots``: as of ``_even``.
 
     Raises DataError, BudgetError (an access needs a larger cache), OSError.
     """
@@ -282,12 +283,15 @@ def _replayed(
         decode = asked == len(table)  # with a ring every pass requests whole layers
     if not decode.any():
         raise DataError(f"{trace}: has no decode pass of {sequences} sequences")
+    # What a device's slots held was not requested of the recorded host cache.
+    copied = 0.0 if in_slots is None else 1.0 if header.slot_traces else 1.0 - in_slots
     return None if decode.all() else _mean(counts[~decode], copied), _mean(counts[decode], copied)
 
 
-def _mean(counts: np.ndarray[Any, np.dtype[np.int64]], copied: bool) -> _Counts:
+def _mean(counts: np.ndarray[Any, np.dtype[np.int64]], copied: float) -> _Counts:
+    """``copied``: the share of the requests that is copied to a device."""
     hits, misses, read = (float(counts[:, column].mean()) for column in (_HITS, _MISSES, _READ))
-    return len(counts), hits + misses, hits + misses if copied else 0.0, misses, read
+    return len(counts), hits + misses, copied * (hits + misses), misses, read
 
 
 def _timed(
