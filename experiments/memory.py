@@ -437,11 +437,9 @@ def main() -> None:
                 memory = int(share * peak)
                 row[f"memory {share:.0%}"] = again(run, bench, name, expected, int(memory * MOST), memory)
             rows.append(row)
-            print(
-                f"{name}: {announced >> 20} MiB announced, {peak / announced:.2f} at the peak",
-                file=sys.stderr,
-                flush=True,
-            )
+            outcomes = "".join(f", {key}: {row[key]}" for key in row if key[:6] in ("cgroup", "memory"))
+            said = f"{name}: {announced >> 20} MiB announced, {peak / announced:.2f} at the peak{outcomes}"
+            print(said, file=sys.stderr, flush=True)
     repeated = list(dict.fromkeys(key for row in rows for key in row if key[:6] in ("cgroup", "memory")))
     table("", rows, "run", "announced_bytes", "peak_bytes", "ratio", *repeated)
     median = statistics.median(row["ratio"] for row in rows)
