@@ -1,6 +1,6 @@
 """Ranks that are killed, at random moments and in the middle of an opening: a resume ends in the undisturbed bits.
 
-``TIERSTORE_TEST_KILLS`` sets how many kills each storm has (10, by default a part).
+``TIERSTORE_TEST_KILLS`` sets how many kills each storm has (6, by default a part).
 """
 
 import os
