@@ -431,17 +431,20 @@ def main() -> None:
             shutil.rmtree(made, ignore_errors=True)
             announced, peak = found["memory"]["announced_bytes"], found["peak_resident_bytes"]
             row = {"run": name, "announced_bytes": announced, "peak_bytes": peak, "ratio": peak / announced}
+            repeated: dict[str, str] = {}
             if asked.cgroup:
-                row["cgroup"] = again(run, bench, name, expected, int(announced * MOST))
+                repeated["cgroup"] = again(run, bench, name, expected, int(announced * MOST))
             for share in shares if run.within else ():
                 memory = int(share * peak)
-                row[f"memory {share:.0%}"] = again(run, bench, name, expected, int(memory * MOST), memory)
-            rows.append(row)
-            outcomes = "".join(f", {key}: {row[key]}" for key in row if key[:6] in ("cgroup", "memory"))
+                repeated[f"memory {share:.0%}"] = again(
+                    run, bench, name, expected, int(memory * MOST), memory
+                )
+            rows.append(row | repeated)
+            outcomes = "".join(f", {key}: {outcome}" for key, outcome in repeated.items())
             said = f"{name}: {announced >> 20} MiB announced, {peak / announced:.2f} at the peak{outcomes}"
             print(said, file=sys.stderr, flush=True)
-    repeated = list(dict.fromkeys(key for row in rows for key in row if key[:6] in ("cgroup", "memory")))
-    table("", rows, "run", "announced_bytes", "peak_bytes", "ratio", *repeated)
+    kinds = list(dict.fromkeys(key for row in rows for key in row if key[:6] in ("cgroup", "memory")))
+    table("", rows, "run", "announced_bytes", "peak_bytes", "ratio", *kinds)
     median = statistics.median(row["ratio"] for row in rows)
     OUTPUT.line(f"median of the ratios: {median:.2f}")
     apart = [
@@ -452,7 +455,7 @@ def main() -> None:
     apart += [
         f"{row['run']}: {key}: {row[key]}"
         for row in rows
-        for key in repeated
+        for key in kinds
         if row.get(key, "-") not in ("-", "same bits", "refused" if key != "cgroup" else "")
     ]
     finish({"runs": rows, "median_ratio": median}, apart)

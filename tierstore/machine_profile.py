@@ -21,7 +21,7 @@ import numpy as np
 
 from tierstore.errors import DataError
 from tierstore.links import LinkConfig
-from tierstore.machine import block_device, disk
+from tierstore.machine import MemoryAccount, block_device, disk
 from tierstore.outputs import OutputKind, write_output
 from tierstore.stats import median_line
 
@@ -173,6 +173,15 @@ _DATA_SHEETS = {
 _REACHED_FLOPS, _REACHED_BYTES = 0.4, 0.8  # shares of what is stated that training reaches: assumed
 _HOST_MEMORY = 200e9  # eight channels of DDR4-3200
 _DRIVE_READ, _DRIVE_WRITE = 7e9, 5e9  # one drive on PCIe 4
+
+
+def check_process_memory(memory: int) -> None:
+    """Raise BudgetError if ``memory`` (bytes; 0: not given) is less than a process takes that has imported torch.
+
+    Commands call this before they import torch: in a cgroup of that size, the import would be killed.
+    """
+    if memory:
+        MemoryAccount({"process": ASSUMED.process_bytes}).check(memory)
 
 
 def find_profile(named: Path) -> Profile:

@@ -24,9 +24,9 @@ from tierstore.errors import ConfigError
 
 _SIZES = "d_model=16 n_heads=2 n_layers=2 seq_len=16 d_ff=32 experts=4 top_k=1 activation=gelu"
 _RUN = "threads=1 host_budget=16MiB commit_every=0 data.paths=text data.batch_size=2"
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 SETTINGS = [*_RUN.split(), *(f"model.{size}" for size in _SIZES.split())]
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def run(*arguments: str) -> tuple[Result, dict[str, Any]]:

@@ -1,12 +1,12 @@
 """Plans of serving: a pass by hand, even routing, and a trace's replay with the very counts of the run that was recorded."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import object_of
 from refusals import refuses
 from served_cases import drawn, greedy
 from served_stores import served_store, store_of
@@ -165,9 +165,7 @@ _RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("run", _RUNS)
 @pytest.mark.parametrize("store_kind", ["fp32", "int8", "trainable"])
-def test_a_plan_by_the_runs_own_trace_has_its_counts(
-    store_kind: str, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_by_the_runs_own_trace_has_its_counts(store_kind: str, run: str, tmp_path: Path) -> None:
     """As the run counted them, of all its passes: what was asked for, missed and read."""
     plain_model(make_config("qwen3_moe", num_hidden_layers=3)).save_pretrained(tmp_path / "model")
     options = {
@@ -185,17 +183,9 @@ def test_a_plan_by_the_runs_own_trace_has_its_counts(
             greedy(runner, drawn([7, 4]), 6)
             live = parts.store.cache.residency.stats()
             parts.store.end_trace()
-
-        def planned(changes: dict[str, Any], budget: int = budget, trace: Path = trace) -> dict[str, Any]:
-            sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-            asked = ["plan", "--model", str(store), "--serve", "--batch", "2", "--trace", str(trace)]
-            with pytest.raises(SystemExit) as ended:
-                cli.main([*asked, "--json", "--budgets", str(budget), *sets])
-            assert ended.value.code == 0
-            (made,) = json.loads(capsys.readouterr().out.splitlines()[-1])["budgets"]
-            return dict(made)
-
-        made = planned(settings)
+        asked = ["plan", "--model", store, "--serve", "--batch", 2, "--trace", trace, "--budgets", budget]
+        asked += [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        (made,) = object_of(*asked)["budgets"]
         passes = [made[name] for name in ("prefill", "decode") if made[name] is not None]
 
         def total(name: str, passes: list[dict[str, float]] = passes) -> int:
@@ -210,7 +200,7 @@ def test_a_plan_by_the_runs_own_trace_has_its_counts(
         if (
             made["slots_count"] == 0
         ):  # of the same requests, slots would have held their share of the 24 experts
-            with_slots = planned(settings | {"weights_in_place": "off"})
+            (with_slots,) = object_of(*asked, "--set", "weights_in_place=off")["budgets"]
             decode, held = with_slots["decode"], with_slots["slots_count"] / 24
             assert 0 < held < 1
             assert decode["copied_count"] == pytest.approx(decode["asked_count"] * (1 - held))

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from command_line import invoke
+from command_line import object_of
 from forked_python import ForkServer
 from served_stores import make_tiny_store
 from test_serve_command import Serving, serving_process
@@ -29,24 +29,26 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_store(tmp_path_factory.mktemp("stores") / "tiny")
 
 
-def command(*arguments: str | Path, ranks: int = 2) -> list[str]:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
+def command(*arguments: str | Path) -> list[str]:
+    """Of two ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return [sys.executable, *launcher, "-m", "tierstore.cli.main", *map(str, arguments)]
 
 
 def texts(store: Path, ranks: int) -> list[dict[str, object]]:
+    """Of this process, or of two ranks."""
     given = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    asked = ["generate", store, *given, "--max-tokens", "8", "--temperature", "0", "--json", *OPTIONS]
+    asked = ["generate", store, *given, "--max-tokens", "8", "--temperature", "0", *OPTIONS]
     if ranks == 1:
-        said = invoke(*map(str, asked)).stdout
+        found = object_of(*asked)
     else:
-        line = command(*asked, ranks=ranks)
-        said = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
-    (printed,) = said.splitlines()  # by one rank
-    found: list[dict[str, object]] = json.loads(printed)["texts"]
-    return [{name: value for name, value in text.items() if name != "first_token_s"} for text in found]
+        line = command(*asked, "--json")
+        done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        (printed,) = done.stdout.splitlines()  # by one rank
+        found = json.loads(printed)
+    return [
+        {name: value for name, value in text.items() if name != "first_token_s"} for text in found["texts"]
+    ]
 
 
 def served(store: Path) -> Serving:

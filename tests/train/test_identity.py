@@ -67,8 +67,8 @@ HOLDS: dict[str, dict[str, Any]] = {
     "pmem": {"budget": 0.2, "io.backend": "pmem", "io.threads": 2},
 }
 
-#: Those that every mode is held in beside "least" take turns in pairs.
-SOME = [("half", "busy"), ("tenth", "least-layer")]
+#: Those that a mode is held in beside "least": pairs, which take turns.
+SOME = dict(in_turns(MODES, [("half", "busy"), ("tenth", "least-layer")]))
 #: The others, each with a mode whose turn it is.
 OTHERS = in_turns(
     ["least-lru-1", "paper", "lru-4", "layer", "least-paper", "uring", "pmem"], ["immediate", "micro-clip"]
@@ -93,8 +93,7 @@ def test_every_way_to_hold_it_gives_the_same_bits(
     expected = train(configure(MODES[mode] | {"steps": STEPS}))
     assert expected.stats.misses == 0
     assert len(set(expected.losses)) > 1
-    some = SOME[[*MODES].index(mode) % len(SOME)]
-    holds = ["least", *some, *(hold for hold, other in OTHERS if other == mode)]
+    holds = ["least", *SOME[mode], *(hold for hold, other in OTHERS if other == mode)]
     for name in holds:
         config = held(configure, MODES[mode] | {"steps": STEPS}, HOLDS[name], least)
         stops = (2,) if name in ("tenth", "least-lru-1") else ()

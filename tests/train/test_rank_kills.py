@@ -55,6 +55,7 @@ def check_death(world: World, victim: int, said: Path) -> None:
 LAP = 8
 KILLS = int(os.environ.get("TIERSTORE_TEST_KILLS", share(6)))
 TIGHT: Settings = {"host_budget": 60_000}
+STAGES: Settings = {"parallel.stages": 2, "model.n_layers": 4, "data.micro_batches": 4}
 #: What is held where, and how the ranks (two, or ``size``) are laid out.
 STORMS: dict[str, tuple[Settings, dict[str, Any]]] = {
     "experts on both ranks": (TIGHT, {}),
@@ -69,10 +70,7 @@ STORMS: dict[str, tuple[Settings, dict[str, Any]]] = {
     ),
     "tensor-parallel, clipped": ({**TIGHT, "clip_norm": 0.5}, {"tensor": 2}),
     "stages, clipped": (
-        {
-            **{**TIGHT, "clip_norm": 0.3},
-            **{"parallel.stages": 2, "model.n_layers": 4, "data.micro_batches": 4},
-        },
+        {**TIGHT, **STAGES, "clip_norm": 0.3},
         {"stages": 2},
     ),
     "hierarchical exchange": ({}, {"size": 4, "exchange": ExchangeMode.HIERARCHICAL, "node_ranks": 2}),

@@ -9,17 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli.options import (
-    EXISTING_DIRECTORY,
-    PATH,
-    check_process_memory,
-    dataclass_options,
-    json_option,
-)
+from tierstore.cli.options import EXISTING_DIRECTORY, PATH, dataclass_options, json_option
 from tierstore.cli.output import Output
 from tierstore.config import PathKind, option
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount
+from tierstore.machine_profile import check_process_memory
 from tierstore.model.config import ComputeDtype
 from tierstore.parallel.config import ParallelConfig
 from tierstore.quant.layout import CodeFormat

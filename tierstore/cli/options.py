@@ -29,8 +29,6 @@ import click
 from tierstore.cli.output import Output, OutputMode
 from tierstore.config import FieldInfo, PathKind, dotted_fields
 from tierstore.errors import ConfigError
-from tierstore.machine import MemoryAccount
-from tierstore.machine_profile import ASSUMED
 from tierstore.outputs import OutputKind, check_output, refuse_same
 from tierstore.units import format_bytes, is_unicode, parse_size
 
@@ -414,15 +412,6 @@ def config_overrides(settings: tuple[str, ...], options: Mapping[str, object]) -
         # In `KEY = VALUE` blanks around the value are dropped; in `KEY=VALUE`, or if it is all blanks, they belong to it.
         overrides[key] = (value.strip() or value) if typed.endswith(" ") else value
     return overrides
-
-
-def check_process_memory(memory: int) -> None:
-    """Raise BudgetError if ``memory`` (bytes; 0: not given) is less than a process takes that has imported torch.
-
-    Commands call this before they import torch: in a cgroup of that size, the import would be killed.
-    """
-    if memory:
-        MemoryAccount({"process": ASSUMED.process_bytes}).check(memory)
 
 
 # The configuration of a store -------------------------------------------------------------------------------

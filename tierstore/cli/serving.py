@@ -23,7 +23,6 @@ from tierstore.cli.options import (
     EXISTING_DIRECTORY,
     EXISTING_FILE,
     PATH,
-    check_process_memory,
     config_options,
     config_overrides,
     dataclass_options,
@@ -39,6 +38,7 @@ from tierstore.config import PathKind, load, option
 from tierstore.deploy.records import Deployment
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, peak_resident_bytes
+from tierstore.machine_profile import check_process_memory
 from tierstore.serve.config import ServeConfig
 from tierstore.timeline import open_timeline
 from tierstore.units import format_bytes, format_seconds, printable

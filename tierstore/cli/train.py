@@ -17,7 +17,6 @@ import click
 from tierstore.cli.main import DONE, INTERRUPTED, Interrupts
 from tierstore.cli.options import (
     PATH,
-    check_process_memory,
     checksum_option,
     config_options,
     config_overrides,
@@ -33,6 +32,7 @@ from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
+from tierstore.machine_profile import check_process_memory
 from tierstore.outputs import OutputKind
 from tierstore.timeline import TimelineSink, open_timeline
 from tierstore.train.config import TrainConfig

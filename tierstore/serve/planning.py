@@ -207,10 +207,11 @@ def plan_serving(
             )
         share = min(cache.frames // cache.expert_frames / count, 1.0)
         slots = min(given.slots.weights, count) if copied else 0
+        in_slots = slots / count if copied else None
         prefill, decode = (
-            _even(spec, work, share, slots / count if copied else None)
+            _even(spec, work, share, in_slots)
             if work.trace is None
-            else _replayed(work.trace, cache, work.sequences, spec, slots / count if copied else None)
+            else _replayed(work.trace, cache, work.sequences, spec, in_slots)
         )
         prompt = work.sequences * work.prompt_tokens
         made.append(
