@@ -1,6 +1,6 @@
 """How each feature of ``tierstore.train.combinations`` is switched on in a tiny run, and what such a run comes to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,10 +101,12 @@ def settings_of(features: frozenset[Feature], *, parallel: Mapping[str, Any], te
     return merged | {f"parallel.{name}": value for name, value in parallel.items()}
 
 
-def together(one: Feature, other: Feature) -> tuple[int, dict[str, Any]]:
-    """So many ranks, laid out for both: two data ranks, or two nodes of two, in each of two stages, of two tensor ranks."""
+def together(features: Iterable[Feature]) -> tuple[int, dict[str, Any]]:
+    """So many ranks, laid out for all of ``features``: two data ranks, or two nodes of two, in each of two stages, of two
+    tensor ranks.
+    """
     parallel: dict[str, Any] = {}
-    for feature in (one, other):
+    for feature in features:
         parallel |= LAID_OUT.get(feature, {})
     data = 4 if "node_ranks" in parallel else 2
     if "node_ranks" in parallel and "tensor" in parallel:

@@ -113,7 +113,7 @@ def apart(one: Feature, other: Feature) -> tuple[int, dict[str, Any]]:
     """As many ranks with pieces of the batch of their own; one process where work is all that differs."""
     if {one, other} <= WORK.keys():
         return 1, {}
-    size, parallel = together(one, other)
+    size, parallel = together((one, other))
     data = size // parallel.get("stages", 1) // parallel.get("tensor", 1)
     # Tensor-parallel groups each have all experts, and so has each rank then.
     return data, {"expert": 1} if parallel.get("tensor", 1) > 1 and data > 1 else {}
@@ -129,7 +129,7 @@ PAIRS = [
 def test_a_pair_is_what_the_table_says(runs: Runs, one: Feature, other: Feature) -> None:
     expected = pairing(one, other)
     features = frozenset({one, other})
-    store, found = runs.run(features, *together(one, other))
+    store, found = runs.run(features, *together(features))
     if expected.verdict is Compatibility.REFUSED:
         for outcome in found:
             assert expected.why in outcome.refused
@@ -140,7 +140,7 @@ def test_a_pair_is_what_the_table_says(runs: Runs, one: Feature, other: Feature)
     assert len(found[0].losses) == STEPS
     if features <= WORK.keys() and expected.verdict is Compatibility.BIT_EQUAL:
         # Nothing but the budget, and when experts are stepped, is left to differ.
-        reference, others = runs.run(features, *together(one, other), host_budget=8 << 20)
+        reference, others = runs.run(features, *together(features), host_budget=8 << 20)
     else:
         reference, others = runs.run(frozenset(features & WORK.keys()), *apart(one, other))
     _compare(expected, (store, found), (reference, others), features)
