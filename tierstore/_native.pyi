@@ -92,11 +92,17 @@ class Arena:
     """
     ``nbytes`` of zeroed memory at a 2 MiB boundary, every page there from the start.
 
-    Raises OSError (ENOMEM) at once when it is not to be had. Freed when the last of the object, its buffers,
-    views and operations in flight has gone.
+    Raises OSError (ENOMEM) at once when it is not to be had. Meanwhile signals are handled, and ``progress`` is
+    called with the bytes that are there; if either raises, nothing is taken. Freed when the last of the object,
+    its buffers, views and operations in flight has gone.
     """
 
-    def __init__(self, nbytes: int, huge_pages: HugePages = HugePages.AUTO) -> None: ...
+    def __init__(
+        self,
+        nbytes: int,
+        huge_pages: HugePages = HugePages.AUTO,
+        progress: Callable[[int], None] | None = None,
+    ) -> None: ...
     @property
     def nbytes(self) -> int: ...
     @property

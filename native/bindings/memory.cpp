@@ -1,5 +1,6 @@
 // Arena, Buffer and the tables, with numpy views that keep them alive.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -100,15 +101,22 @@ void bind_memory(nb::module_& m) {
     nb::class_<Held<Arena>>(
         m, "Arena", R"(``nbytes`` of zeroed memory at a 2 MiB boundary, every page there from the start.
 
-Raises OSError (ENOMEM) at once when it is not to be had. Freed when the last of the object, its buffers,
-views and operations in flight has gone.)")
+Raises OSError (ENOMEM) at once when it is not to be had. Meanwhile signals are handled, and ``progress`` is
+called with the bytes that are there; if either raises, nothing is taken. Freed when the last of the object,
+its buffers, views and operations in flight has gone.)")
         .def(
             "__init__",
-            [](Held<Arena>* self, size_t nbytes, HugePages huge_pages) {
+            [](Held<Arena>* self, size_t nbytes, HugePages huge_pages,
+               const std::function<void(size_t)>& progress) {
+                const std::function<void(size_t)> told = [&progress](size_t done) {
+                    nb::gil_scoped_acquire acquire;
+                    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+                    if (progress) progress(done);
+                };
                 nb::gil_scoped_release release;
-                new (self) Held(Held<Arena>::make(nbytes, huge_pages));
+                new (self) Held(Held<Arena>::make(nbytes, huge_pages, told));
             },
-            "nbytes"_a, "huge_pages"_a = HugePages::Auto)
+            "nbytes"_a, "huge_pages"_a = HugePages::Auto, "progress"_a = nb::none())
         .def_prop_ro("nbytes", [](const Held<Arena>& self) { return self.ptr->nbytes(); })
         .def_prop_ro("address",
                      [](const Held<Arena>& self) { return reinterpret_cast<uintptr_t>(self.ptr->data()); })

@@ -70,7 +70,8 @@ size_t cgroup_limit() {
 
 }  // namespace
 
-Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_(huge_pages) {
+Arena::Arena(size_t nbytes, HugePages huge_pages, const std::function<void(size_t)>& progress)
+    : nbytes_(nbytes), huge_pages_(huge_pages) {
     if (nbytes == 0) throw std::invalid_argument("an arena has at least 1 byte");
     const std::string what = "an arena of " + std::to_string(nbytes) + " bytes";
     if (nbytes > std::min(available_bytes(), cgroup_limit())) throw SyscallError(ENOMEM, what);
@@ -92,7 +93,7 @@ Arena::Arena(size_t nbytes, HugePages huge_pages) : nbytes_(nbytes), huge_pages_
         } else if (madvise(data_, usable, MADV_HUGEPAGE) != 0 && huge_pages == HugePages::On) {
             throw SyscallError(errno, "huge pages for " + what);
         }
-        populate();
+        populate(progress);
         if (huge_pages == HugePages::On && huge_bytes() == 0)
             throw SyscallError(ENOMEM, "huge pages for " + what + ", the kernel granted none");
     } catch (...) {
@@ -108,34 +109,44 @@ Arena::~Arena() {
     if (reservation_) munmap(reservation_, reserved_);
 }
 
-void Arena::populate() {
+void Arena::populate(const std::function<void(size_t)>& progress) {
     // A piece at a time: one call for the whole would hold the address space's lock for seconds. On several
     // threads: each page is zeroed, and in a virtual machine often fetched from the host first.
     constexpr size_t kPiece = size_t{64} << 20;
     constexpr size_t kMostThreads = 8;
     const size_t usable = round_up(nbytes_, kPageBytes);
-    std::atomic<size_t> next{0};
+    std::atomic<size_t> next{0}, done{0};
     std::atomic<int> error{0};
-    const auto take_pieces = [&] {
+    const auto take_pieces = [&](const std::function<void(size_t)>& told) {
         for (size_t at; error == 0 && (at = next.fetch_add(kPiece)) < usable;) {
             const size_t n = std::min(kPiece, usable - at);
             int rc;
             do {
                 rc = madvise(data_ + at, n, MADV_POPULATE_WRITE);
             } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
-            if (rc != 0 && errno != EINVAL) error = errno;
-            if (rc == 0 || errno != EINVAL) continue;
-            // Before Linux 5.14: touch each page.
-            for (size_t i = 0; i < n; i += kPageBytes)
-                *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
+            if (rc != 0 && errno != EINVAL) {
+                error = errno;
+                return;
+            }
+            if (rc != 0) {  // before Linux 5.14: touch each page
+                for (size_t i = 0; i < n; i += kPageBytes)
+                    *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
+            }
+            done += n;
+            if (told) told(done);
         }
     };
     const size_t threads =
         std::min<size_t>({kMostThreads, std::thread::hardware_concurrency(), usable / kPiece});
     {
         std::vector<std::jthread> others;
-        while (others.size() + 1 < threads) others.emplace_back(take_pieces);
-        take_pieces();
+        while (others.size() + 1 < threads) others.emplace_back(take_pieces, nullptr);
+        try {
+            take_pieces(progress);
+        } catch (...) {
+            next = usable;
+            throw;
+        }
     }
     if (error != 0) throw SyscallError(error, "populating an arena of " + std::to_string(nbytes_) + " bytes");
 }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 namespace tierstore {
@@ -15,7 +16,11 @@ enum class HugePages { Off, Auto, On };
 // owner, buffers, views and operations in flight.
 class Arena {
 public:
-    explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto);
+    //
+    // Populating takes seconds where a hypervisor fetches the pages from its host: `progress` is called by this thread with
+    // the bytes that are there, after every 64 MiB of its own. What it throws ends the constructor, and frees the memory.
+    explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto,
+                   const std::function<void(size_t)>& progress = {});
     // Memory of `owner`, which it keeps: a file's mapping, which may be read-only.
     Arena(std::shared_ptr<const void> owner, std::byte* data, size_t nbytes);
     ~Arena();
@@ -30,7 +35,7 @@ public:
     size_t huge_bytes() const;
 
 private:
-    void populate();
+    void populate(const std::function<void(size_t)>& progress);
 
     std::shared_ptr<const void> owner_;  // null: the memory is its own
     std::byte* reservation_ = nullptr;   // guards and slack included

@@ -18,6 +18,7 @@ from click.testing import Result
 from command_line import invoke, object_of, tiny_run
 
 from tierstore.cli import train as train_command
+from tierstore.cli.output import ProgressBar
 from tierstore.devices import Disk, Health
 from tierstore.store import ParameterStore, StoreConfig
 from tierstore.store.core import StoreCore
@@ -277,6 +278,27 @@ def test_the_checksum_is_that_of_the_store(run: Run) -> None:
     assert re.search(r"^checksum .*B/s", result.stderr, re.MULTILINE)  # progress, in plain lines
     with ParameterStore.open(run.store, StoreConfig(host_budget=1 << 20)) as store:
         assert json.loads(result.stdout)["records_crc32c"] == store.records_crc32c()
+
+
+@pytest.mark.parametrize("label", ["create experts", "reserve memory"])
+def test_a_signal_ends_the_creation_of_a_store(
+    run: Run, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    """While memory is taken for it, or records are made: nothing is left, and the next start makes it."""
+    update = ProgressBar.update
+
+    def interrupted(bar: ProgressBar, *given: Any) -> None:
+        update(bar, *given)
+        if bar._label == label:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressBar, "update", interrupted)
+        result = run.invoke("--host-budget", "1100MiB" if label == "reserve memory" else "256MiB")
+    assert result.exit_code == 130
+    assert "stopped by a signal before the first step" in result.stdout
+    assert not run.store.exists()
+    assert run.json()["steps"] == 6
 
 
 def test_a_signal_ends_the_checksum(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

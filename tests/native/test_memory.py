@@ -2,8 +2,10 @@
 
 import errno
 import gc
+import signal
 
 import numpy as np
+import psutil
 import pytest
 from effort import share
 from hypothesis import given, settings
@@ -48,6 +50,41 @@ def test_memory_that_is_not_to_be_had_is_an_error_at_once() -> None:
     assert error.value.errno == errno.ENOMEM
     with pytest.raises(ValueError, match="at least 1 byte"):
         native.Arena(0)
+
+
+def test_who_populates_hears_of_it_and_can_end_it() -> None:
+    heard: list[int] = []
+    native.Arena(200 << 20, progress=heard.append)
+    assert heard
+    assert heard == sorted(heard)
+    assert heard[0] >= 64 << 20
+    assert heard[-1] <= 200 << 20
+
+    def refuse(nbytes: int) -> None:
+        raise ZeroDivisionError
+
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(ZeroDivisionError):
+        native.Arena(200 << 20, progress=refuse)
+    assert psutil.Process().memory_info().rss < before + (32 << 20)
+
+
+def test_signals_are_handled_meanwhile() -> None:
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    arena, handler = None, signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(Alarm):
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+            arena = native.Arena(512 << 20)
+            signal.pause()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert arena is None
 
 
 def test_huge_pages() -> None:

@@ -123,9 +123,9 @@ class Output:
             with naming("standard output"):
                 click.echo(json.dumps(to_json(result), allow_nan=False))
 
-    def progress(self, *, label: str) -> ProgressBar:
-        """Make a ProgressBar for people."""
-        return ProgressBar(self.console, label=label)
+    def progress(self, *, label: str, unit: ProgressUnit | None = None) -> ProgressBar:
+        """Make a ProgressBar for people, by default of steps."""
+        return ProgressBar(self.console, label=label, unit=unit or ProgressUnit.STEPS)
 
     @contextmanager
     def passing(self, label: str) -> Iterator[OnProgress]:

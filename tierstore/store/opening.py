@@ -25,6 +25,7 @@ from tierstore.errors import (
 )
 from tierstore.links import open_link
 from tierstore.machine import cores
+from tierstore.stats import OnProgress
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StoreAccess, StoreConfig, TransferTuning, tune
 from tierstore.store.disk.drives import Drives
@@ -97,6 +98,7 @@ def create(
     adamw: AdamWConfig,
     trace: Path | None,
     io_log: Path | None,
+    populating: OnProgress,
 ) -> Parts:
     """Makes a store's directory without an identity, which the first commit adds. On failure nothing is left."""
     refuse_foreign(directory)
@@ -127,7 +129,7 @@ def create(
         index = Index.create(directory / "index")
         stack.callback(index.close)
         lease.watch("index/data.mdb", index.fileno())
-        return _assemble(stack, drives, schemas, config, adamw, index, trace, io_log)
+        return _assemble(stack, drives, schemas, config, adamw, index, trace, io_log, populating)
 
 
 def open_existing(
@@ -137,6 +139,7 @@ def open_existing(
     at: OpenAt,
     trace: Path | None,
     io_log: Path | None,
+    populating: OnProgress,
     further: Sequence[RecordSchema] = (),
     access: StoreAccess = StoreAccess.WRITE,
 ) -> Parts:
@@ -169,7 +172,9 @@ def open_existing(
         drives = Drives.open(home, config.stripe, known, access)
         stack.callback(drives.close)
         added = [schema.name for schema in schemas[len(own) :]]
-        parts = _assemble(stack, drives, schemas, config, adamw, index, trace, io_log, added, access, missed)
+        parts = _assemble(
+            stack, drives, schemas, config, adamw, index, trace, io_log, populating, added, access, missed
+        )
         parts.commit = commit
         return parts
 
@@ -275,12 +280,18 @@ def check_budget(
 # Building ---------------------------------------------------------------------------------------------------
 
 
-def budgeted_arena(setting: str, budget: int, nbytes: int, huge_pages: HugePages) -> Arena:
-    """An arena of ``nbytes`` bytes, as ``setting`` allows with ``budget``. Raises BudgetError if there is no such memory,
-    OSError.
+def budgeted_arena(
+    setting: str,
+    budget: int,
+    nbytes: int,
+    huge_pages: HugePages,
+    populating: OnProgress = lambda done, total: None,
+) -> Arena:
+    """An arena of ``nbytes`` bytes, as ``setting`` allows with ``budget``. ``populating`` gets the bytes that are there,
+    and all. Raises BudgetError if there is no such memory, OSError.
     """
     try:
-        return Arena(nbytes, huge_pages)
+        return Arena(nbytes, huge_pages, lambda done: populating(done, nbytes))
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
@@ -298,6 +309,7 @@ def _assemble(
     index: Index,
     trace: Path | None,
     io_log: Path | None,
+    populating: OnProgress,
     added: Sequence[str] = (),
     access: StoreAccess = StoreAccess.WRITE,
     missed: Sequence[RecordSchema] = (),
@@ -310,7 +322,7 @@ def _assemble(
     scratch = sum(replay_scratch_bytes(schema) for schema in missed)
     frames, frame = cache_frames(config.host_budget - scratch, schemas, access)
     huge_pages = HugePages[config.io.huge_pages.name]
-    arena = budgeted_arena("host_budget", config.host_budget, frames * frame, huge_pages)
+    arena = budgeted_arena("host_budget", config.host_budget, frames * frame, huge_pages, populating)
     writes = config.wear.daily_write_budget if access is StoreAccess.WRITE else 0
     extents = StoreExtents(
         engine,

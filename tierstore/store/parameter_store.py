@@ -93,14 +93,18 @@ class ParameterStore:
         adamw: AdamWConfig | None = None,
         trace: Path | None = None,
         io_log: Path | None = None,
+        populating: OnProgress = lambda done, total: None,
     ) -> ParameterStore:
         """Creates a store of ``schemas`` in ``directory`` (made if missing). ``open`` finds it after its first commit.
 
-        ``trace`` records the input of every residency decision, ``io_log`` every write and sync (for crash replay). Raises
-        StoreExistsError, ConfigError, BudgetError, OSError; on failure nothing is left behind.
+        ``trace`` records the input of every residency decision, ``io_log`` every write and sync (for crash replay).
+        ``populating`` gets the bytes of the host cache that the kernel has given, and all. Raises StoreExistsError,
+        ConfigError, BudgetError, OSError; on failure nothing is left behind.
         """
         config, adamw = config or StoreConfig(), adamw or AdamWConfig()
-        return cls(StoreCore(create_store(Path(directory), schemas, config, adamw, trace, io_log)))
+        return cls(
+            StoreCore(create_store(Path(directory), schemas, config, adamw, trace, io_log, populating))
+        )
 
     @classmethod
     def open(
@@ -114,6 +118,7 @@ class ParameterStore:
         access: StoreAccess = StoreAccess.WRITE,
         trace: Path | None = None,
         io_log: Path | None = None,
+        populating: OnProgress = lambda done, total: None,
     ) -> ParameterStore:
         """Opens the store in ``directory`` at its last commit. ``OpenAt.PREVIOUS`` undoes a commit that several ranks
         prepared and did not acknowledge.
@@ -122,11 +127,13 @@ class ParameterStore:
         raise StoreError, and the host cache holds only weights.
 
         ``adamw`` may differ from the last time, except for ``inactive``; None: the defaults with the store's ``inactive``.
-        ``further``: schemas that the store has from its next commit on. Raises StoreMissingError, StoreInUseError,
-        StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
+        ``further``: schemas that the store has from its next commit on. ``populating``: as in ``create``. Raises
+        StoreMissingError, StoreInUseError, StoreFormatError, StoreError (another schema of that name), BudgetError, OSError.
         """
         config = config or StoreConfig()
-        core = StoreCore(open_existing(Path(directory), config, adamw, at, trace, io_log, further, access))
+        core = StoreCore(
+            open_existing(Path(directory), config, adamw, at, trace, io_log, populating, further, access)
+        )
         try:
             core.committer.load()
         except BaseException:

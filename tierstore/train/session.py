@@ -86,15 +86,16 @@ def open_session(
     io_log: Path | None = None,
     accepted: Callable[[MemoryAccount], None] = lambda account: None,
     tokenising: OnProgress = lambda done, total: None,
+    populating: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``. It is closed at exit in any case; uncommitted steps are lost.
 
     On several ranks (``mesh``) this is a collective, and each has a store of its own under ``config.store``. Budgets are
     per rank. When all checks have passed, before the first write, ``accepted`` gets what the process will hold.
-    ``tokenising`` gets the bytes of documents that are tokenised, ``creating`` the experts that are created: those done,
-    and all. Raises ConfigError, DataError, BudgetError, CapabilityError, StoreError, PeerError, OSError; on a
-    failure nothing was created or changed.
+    ``tokenising`` gets the bytes of documents that are tokenised, ``populating`` those of the host cache that the kernel
+    has given, ``creating`` the experts that are created: those done, and all. Raises ConfigError, DataError, BudgetError,
+    CapabilityError, StoreError, PeerError, OSError; on a failure nothing was created or changed.
     """
     with (
         open_parts(
@@ -107,6 +108,7 @@ def open_session(
             io_log=io_log,
             accepted=accepted,
             tokenising=tokenising,
+            populating=populating,
             creating=creating,
         ) as parts,
         contextlib.closing(ThreadTimes()) as threads,
@@ -140,6 +142,7 @@ def open_parts(
     io_log: Path | None = None,
     accepted: Callable[[MemoryAccount], None] = lambda account: None,
     tokenising: OnProgress = lambda done, total: None,
+    populating: OnProgress = lambda done, total: None,
     creating: OnProgress = lambda done, total: None,
 ) -> Iterator[SessionParts]:
     """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
@@ -152,7 +155,7 @@ def open_parts(
     lower = "device_budget, data.batch_size or model.seq_len"
     with memory_errors(setup.mesh.device, lower), contextlib.ExitStack() as stack:
         model, units, layouts = _build_model(setup, slot)
-        store = _open_store(setup, layouts, trace=trace, io_log=io_log)
+        store = _open_store(setup, layouts, populating, trace=trace, io_log=io_log)
         stack.callback(store.close)
         if (budget := store.write_budget) is not None:
             setup.ledger.divert(Cause.WRITE_BUDGET, lambda: budget.blocked_ns)
@@ -234,7 +237,12 @@ def _build_model(setup: Setup, slot: ExpertSourceRef) -> tuple[Model, Units, Seq
 
 
 def _open_store(
-    setup: Setup, layouts: Sequence[UnitLayout], *, trace: Path | None, io_log: Path | None
+    setup: Setup,
+    layouts: Sequence[UnitLayout],
+    populating: OnProgress,
+    *,
+    trace: Path | None,
+    io_log: Path | None,
 ) -> StoreCore:
     config, agreed, world = setup.config, setup.agreed, setup.mesh.world
     directory = rank_directory(config.store, world.rank, world.size)
@@ -259,7 +267,13 @@ def _open_store(
         require_space([directory, *store_config.stripe.directories], needed, "the experts' records")
         schemas = [experts, *dense_schemas(layouts)]
         return ParameterStore.create(
-            directory, schemas, store_config, adamw=config.adamw, trace=trace, io_log=io_log
+            directory,
+            schemas,
+            store_config,
+            adamw=config.adamw,
+            trace=trace,
+            io_log=io_log,
+            populating=populating,
         ).core
     pairs = pair_schema(config)
     # A run may add the records of pairs, trained beside frozen records, and a task's own head; the store has all other
@@ -273,6 +287,7 @@ def _open_store(
         further=further if config.lora.enabled or config.tasks else [],
         trace=trace,
         io_log=io_log,
+        populating=populating,
     ).core
 
 
