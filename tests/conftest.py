@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from launcher import Ranks
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """All tests run in a process for each core and one more, since they also wait for disks and for each other; at most
+    eight, of up to 1 GiB each. Tests that the command line names run in this process.
+    """
+    whole = config.args == config.getini("testpaths")
+    return min(len(os.sched_getaffinity(0)) + 1, 8) if whole else 0
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Garbage collections leave out what is imported by then: half a second each, some hundred times in a run."""

@@ -40,7 +40,7 @@ SMALLEST = {
     "layouts": "--ranks 1 --rounds 1 --steps 1",
     "memory": "--width 32 --layers 2 --experts 4 --steps 2 --runs train train-layer-order generate-long verify",
     "papers": "--tables PipeMoE-6",
-    "pipemoe": "--layers 1 --rounds 1 --slowdown 0.1 --experts 2 12",
+    "pipemoe": "--layers 1 --rounds 1 --slowdown 0.02 --experts 2 12",
     "pipemoe_solvers": "--cases 50",
     "ppmoe": "--ranks 2 --tokens 32 --width 8 --rounds 1 --pass-s 0.002 --seq-len 4 --steps 1",
     "prediction": "--cases 1 --layers 3 --steps 1 --warmup 1 --forward-s 0.001",
