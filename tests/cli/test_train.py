@@ -281,9 +281,7 @@ def test_the_checksum_is_that_of_the_store(run: Run) -> None:
 
 
 @pytest.mark.parametrize("label", ["create experts", "reserve memory"])
-def test_a_signal_ends_the_creation_of_a_store(
-    run: Run, monkeypatch: pytest.MonkeyPatch, label: str
-) -> None:
+def test_a_signal_ends_the_creation_of_a_store(run: Run, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     """While memory is taken for it, or records are made: nothing is left, and the next start makes it."""
     update = ProgressBar.update
 
