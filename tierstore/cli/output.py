@@ -123,9 +123,9 @@ class Output:
             with naming("standard output"):
                 click.echo(json.dumps(to_json(result), allow_nan=False))
 
-    def progress(self, *, label: str, unit: ProgressUnit | None = None) -> ProgressBar:
-        """Make a ProgressBar for people, by default of steps."""
-        return ProgressBar(self.console, label=label, unit=unit or ProgressUnit.STEPS)
+    def progress(self, *, label: str) -> ProgressBar:
+        """Make a ProgressBar for people."""
+        return ProgressBar(self.console, label=label)
 
     @contextmanager
     def passing(self, label: str) -> Iterator[OnProgress]:
@@ -133,6 +133,19 @@ class Output:
         with ProgressBar(self.console, label=label, unit=ProgressUnit.BYTES) as bar:
             bar.update(0, 0)
             yield bar.update
+
+    @contextmanager
+    def reserving(self) -> Iterator[OnProgress]:
+        """Show how a host cache of at least 1 GiB gets its memory: a hypervisor may give less than 1 GiB a second."""
+        with ProgressBar(self.console, label="reserve memory", unit=ProgressUnit.BYTES) as bar:
+
+            def populating(done: int, total: int) -> None:
+                if total >= 1 << 30:
+                    bar.update(done, total)
+                if done == total:
+                    bar.close()
+
+            yield populating
 
 
 class ProgressUnit(Enum):

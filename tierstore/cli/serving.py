@@ -163,7 +163,9 @@ def generate(
             _follow(config, mesh, trace=record_trace, timeline=timeline)
             return
         sink = stack.enter_context(open_timeline(timeline))
-        parts = stack.enter_context(open_served(config, mesh, trace=record_trace, timeline=sink))
+        with output.reserving() as populating:
+            served = open_served(config, mesh, trace=record_trace, timeline=sink, populating=populating)
+            parts = stack.enter_context(served)
         runner = open_runner(parts)
         account = parts.account(runner.model.context)
         _announce(parts, runner, account, output)
@@ -373,8 +375,9 @@ def serve(
                 f"listening on {listening.host}, which other machines can reach, without authentication; set --api-keys",
                 stacklevel=1,
             )
+        populating = stack.enter_context(output.reserving())
         engine = ServingEngine(
-            lambda: open_running(served, mesh, trace=record_trace, timeline=timeline),
+            lambda: open_running(served, mesh, trace=record_trace, timeline=timeline, populating=populating),
             sequences=served.batch.sequences,
             limits=served.limits,
             metrics=metrics,

@@ -28,12 +28,13 @@ from tierstore.cli.options import (
     timeline_option,
     with_stored_model,
 )
-from tierstore.cli.output import Output, ProgressUnit
+from tierstore.cli.output import Output
 from tierstore.config import load
 from tierstore.devices import disk_health, disks_under
 from tierstore.machine import disk, existing_parent
 from tierstore.machine_profile import check_process_memory
 from tierstore.outputs import OutputKind
+from tierstore.stats import OnProgress
 from tierstore.timeline import TimelineSink, open_timeline
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes, format_seconds
@@ -150,7 +151,6 @@ def _train(
     order = agreed_order(config, mesh)
     config = in_order(config, order)
     tokenising, creating = output.progress(label="tokenise (bytes)"), output.progress(label="create experts")
-    reserving = output.progress(label="reserve memory", unit=ProgressUnit.BYTES)
 
     def accepted(account: MemoryAccount) -> None:
         tokenising.close()
@@ -158,25 +158,19 @@ def _train(
         for line in order_lines(order):
             output.line(line)
 
-    def populated(done: int, total: int) -> None:
-        if total >= 1 << 30:  # less is there at once
-            reserving.update(done, total)
-        stop_if_requested()
+    def interruptible(progress: OnProgress) -> OnProgress:
+        def called(done: int, total: int) -> None:
+            progress(done, total)
+            # Several ranks go on to their first commit, where they agree.
+            if interrupts.requested and mesh.world.size == 1:
+                output.line("stopped by a signal before the first step; nothing is left of new records")
+                raise SystemExit(INTERRUPTED)
 
-    def created(done: int, total: int) -> None:
-        reserving.close()
-        creating.update(done, total)
-        stop_if_requested()
-
-    def stop_if_requested() -> None:
-        # Several ranks go on to their first commit, where they agree.
-        if interrupts.requested and mesh.world.size == 1:
-            output.line("stopped by a signal before the first step; nothing is left of new records")
-            raise SystemExit(INTERRUPTED)
+        return called
 
     with (
         tokenising,
-        reserving,
+        output.reserving() as reserving,
         creating,
         open_timeline(timeline) as sink,
         MetricsLog(metrics) as log,
@@ -188,11 +182,10 @@ def _train(
             timeline=sink,
             accepted=accepted,
             tokenising=tokenising.update,
-            populating=populated,
-            creating=created,
+            populating=interruptible(reserving),
+            creating=interruptible(creating.update),
         ) as trainer,
     ):
-        reserving.close()
         creating.close()
         _describe_opened(trainer, output)
         log.start(trainer)

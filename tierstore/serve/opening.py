@@ -65,7 +65,7 @@ from tierstore.serve.footprint import (
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
 from tierstore.serve.passes import JointPasses, LockstepPasses
-from tierstore.stats import StallLedger
+from tierstore.stats import OnProgress, StallLedger
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directories, rank_directory, read_identity
@@ -94,13 +94,21 @@ GUESSED_PER_CHOSEN = 3
 
 @contextlib.contextmanager
 def open_running(
-    config: ServeConfig, mesh: Mesh | None = None, *, trace: Path | None = None, timeline: Path | None = None
+    config: ServeConfig,
+    mesh: Mesh | None = None,
+    *,
+    trace: Path | None = None,
+    timeline: Path | None = None,
+    populating: OnProgress = lambda done, total: None,
 ) -> Iterator[Running]:
     """Open the model in ``config.store`` for a ``ServingEngine``, on rank 0 of ``mesh``; the other ranks follow its runner.
-    The file ``trace`` records the cache's decisions, the file ``timeline`` what the model waits for. Raises what
-    ``open_served`` does.
+    The file ``trace`` records the cache's decisions, the file ``timeline`` what the model waits for; ``populating`` is that
+    of ``open_served``, which says what is raised.
     """
-    with open_timeline(timeline) as sink, open_served(config, mesh, trace=trace, timeline=sink) as parts:
+    with (
+        open_timeline(timeline) as sink,
+        open_served(config, mesh, trace=trace, timeline=sink, populating=populating) as parts,
+    ):
         runner, language = open_runner(parts), open_language(parts.spec)
         yield Running(
             runner=runner,
@@ -207,8 +215,10 @@ def open_served(
     *,
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
+    populating: OnProgress = lambda done, total: None,
 ) -> Iterator[ServedParts]:
-    """Open the model in ``config.store``, imported or trained; close it at exit. ``trace`` records the cache's decisions.
+    """Open the model in ``config.store``, imported or trained; close it at exit. ``trace`` records the cache's decisions,
+    ``populating`` gets the bytes of the host cache that the kernel has given, and all.
 
     On several ranks (``mesh``) a collective: each has a part of the experts and of the batch; budgets are per rank. Raises
     StoreMissingError, StoreInUseError naming the process that writes the store, ConfigError (other ranks), BudgetError
@@ -266,7 +276,9 @@ def open_served(
             disk=config.links.disk,
             clock=StepClock.STEPS,
         )
-        store = ParameterStore.open(directory, store_config, access=StoreAccess.READ, trace=trace).core
+        store = ParameterStore.open(
+            directory, store_config, access=StoreAccess.READ, trace=trace, populating=populating
+        ).core
         stack.callback(store.close)
         holders = mesh.data if directory != config.store else RankGroup.alone()
         load_dense(store, model, stored.state, group=holders, compute=spec.compute_dtype.torch, device=device)

@@ -291,13 +291,15 @@ def budgeted_arena(
     and all. Raises BudgetError if there is no such memory, OSError.
     """
     try:
-        return Arena(nbytes, huge_pages, lambda done: populating(done, nbytes))
+        arena = Arena(nbytes, huge_pages, lambda done: populating(min(done, nbytes - 1), nbytes))
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         raise BudgetError(
             f"{setting}: expected what this machine can give, got {budget} bytes: {error.strerror}"
         ) from error
+    populating(nbytes, nbytes)
+    return arena
 
 
 def _assemble(
