@@ -1,5 +1,6 @@
 """``torchrun`` with nodes that come and go, for real: agents of one rank each on this machine, and no person between."""
 
+import contextlib
 import json
 import os
 import re
@@ -36,9 +37,16 @@ class Agents:
     port: int = 0
 
     def __post_init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        # None that the kernel gives to other tests' ranks before the first agent listens: where that one can have it in
+        # IPv4 alone, a second agent takes it in IPv6, and the two never meet.
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        for self.port in range(20_000 + os.getpid() % 10_000, 32_768):
+            with contextlib.suppress(OSError):
+                socket.create_server(
+                    ("", self.port), family=family, dualstack_ipv6=family == socket.AF_INET6
+                ).close()
+                return
+        raise AssertionError("no port is free")
 
     def start(self, *arguments: str | Path, address: str) -> subprocess.Popen[bytes]:
         """One more agent, at ``address``: of two, rank 0 is on the one whose address comes first."""
