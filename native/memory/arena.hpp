@@ -16,9 +16,8 @@ enum class HugePages { Off, Auto, On };
 // owner, buffers, views and operations in flight.
 class Arena {
 public:
-    //
-    // Populating takes seconds where a hypervisor fetches the pages from its host: `progress` is called by this thread with
-    // the bytes that are there, after every 64 MiB of its own. What it throws ends the constructor, and frees the memory.
+    // Takes seconds where a hypervisor fetches the pages from its host. This thread calls `progress` with the bytes that
+    // are there after every 64 MiB that it has populated itself; what that throws ends the constructor.
     explicit Arena(size_t nbytes, HugePages huge_pages = HugePages::Auto,
                    const std::function<void(size_t)>& progress = {});
     // Memory of `owner`, which it keeps: a file's mapping, which may be read-only.

@@ -6,7 +6,6 @@
 #include <numeric>
 #include <span>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "native/sim/columns.hpp"
@@ -18,6 +17,63 @@ namespace tierstore {
 // buffer and then competes with the others for a place; sets of any size fit.
 enum class Room : std::uint8_t { BEFORE, AFTER };
 
+// What a simulation knows of requests, entries and results, whatever the policy. What is hot is inline; the rest would
+// otherwise be compiled for each policy.
+class SimulationState {
+protected:
+    // Flags of an entry. IN_SET: requested by the open group. FRESH: fetched by it, and not admitted yet. BYPASS: too
+    // large to be admitted for the next request.
+    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16, BYPASS = 32 };
+
+    SimulationState(const RequestColumns& requests, const SimulationOptions& options,
+                    std::uint32_t entry_count, std::span<const std::uint32_t> layer_of);
+
+    std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
+    std::uint64_t bytes_of(EntryId entry) const {
+        return requests_.bytes.empty() ? size_of(entry) : requests_.bytes[entry];
+    }
+    std::uint32_t record_of(EntryId entry) const {
+        return requests_.records.empty() ? entry : requests_.records[entry];
+    }
+    std::uint32_t layer_at(std::uint64_t at) const {
+        if (!requests_.layers.empty()) return requests_.layers[event_];
+        return layer_of_.empty() ? 0 : layer_of_[requests_.entries[at]];
+    }
+
+    void count_write_back(EntryId entry) {
+        ++counts_.write_backs;
+        counts_.written_frames += size_of(entry);
+        counts_.written_bytes += bytes_of(entry);
+    }
+
+    void close_event();
+    void count_step();
+    // Counts begin here.
+    void count_from_here();
+    // As in Residency: records with all requested entries resident, then those with some, then the rest.
+    void serve_residents_first();
+    // Splitting a set would hide a duplicate entry.
+    void check_set(std::uint64_t begin, std::uint64_t end);
+    [[noreturn]] void refuse_twice(EntryId entry) const;
+
+    const RequestColumns& requests_;
+    const SimulationOptions& options_;
+    std::span<const std::uint32_t> layer_of_;
+    bool unit_sizes_;
+    std::size_t event_ = 0;  // the present one
+    std::uint32_t layer_ = 0;
+    // By entry.
+    std::vector<std::uint8_t> flags_;
+    std::vector<std::uint32_t> frames_;
+    std::vector<std::uint32_t> busy_;
+    std::vector<std::uint64_t> order_;  // of a split set: its requests in the order of service
+    std::vector<std::uint8_t> rank_;    // scratch
+    SimulationCounts counts_;
+    SimulationCounts step_began_;
+    SimulationCounts event_began_;
+    SimulationResult result_;
+};
+
 // One cache: the whole capacity, or one layer's quota.
 template <typename P>
 struct SimulatedCache {
@@ -28,40 +84,17 @@ struct SimulatedCache {
 };
 
 template <typename P>
-class Simulation {
+class Simulation : SimulationState {
 public:
     using Cache = SimulatedCache<P>;
 
     // layer_of: by entry, or empty. The columns must have been checked.
     Simulation(const RequestColumns& requests, const SimulationOptions& options, std::uint32_t entry_count,
                std::span<const std::uint32_t> layer_of, std::vector<Cache> caches, Room room)
-        : requests_(requests),
-          options_(options),
-          layer_of_(layer_of),
+        : SimulationState(requests, options, entry_count, layer_of),
           caches_(std::move(caches)),
           room_(room),
-          bypasses_(room == Room::AFTER || options.oversized == Oversized::BYPASS),
-          unit_sizes_(requests.sizes.empty()),
-          flags_(entry_count, 0),
-          frames_(requests.sizes.begin(), requests.sizes.end()),
-          busy_(entry_count, 0) {
-        if (unit_sizes_) frames_.assign(entry_count, 1);
-        for (std::size_t entry = 0; entry < requests.pinned.size(); ++entry) {
-            if (requests.pinned[entry] != 0) flags_[entry] = STAYS;
-        }
-        std::uint32_t layers = 0;
-        for (const std::uint32_t layer : layer_of) layers = std::max(layers, layer + 1);  // kNoLayer: 0
-        for (const std::uint32_t layer : requests.layers) layers = std::max(layers, layer + 1);
-        if (options.scope == Scope::LAYER) layers = static_cast<std::uint32_t>(options.layer_quotas.size());
-        result_.layer_hits.assign(layers, 0);
-        result_.layer_misses.assign(layers, 0);
-        if (options.detail == Detail::EVENTS) {
-            result_.event_missed_bytes.assign(requests.events(), 0);
-            result_.event_written_bytes.assign(requests.events(), 0);
-            result_.event_misses.assign(requests.events(), 0);
-            result_.event_write_backs.assign(requests.events(), 0);
-        }
-    }
+          bypasses_(room == Room::AFTER || options.oversized == Oversized::BYPASS) {}
 
     SimulationResult run() {
         introduce();
@@ -85,16 +118,9 @@ public:
     }
 
 private:
-    // Flags of an entry. IN_SET: requested by the open group. FRESH: fetched by it, and not admitted yet. BYPASS: too
-    // large to be admitted for the next request.
-    enum Flag : std::uint8_t { RESIDENT = 1, DIRTY = 2, IN_SET = 4, FRESH = 8, STAYS = 16, BYPASS = 32 };
     static constexpr bool kClairvoyant = requires { P::kKnowsFuture; };
     static constexpr std::uint64_t kAhead = 16;  // requests between a prefetch and its use
 
-    std::uint32_t size_of(EntryId entry) const { return unit_sizes_ ? 1 : frames_[entry]; }
-    std::uint64_t bytes_of(EntryId entry) const {
-        return requests_.bytes.empty() ? size_of(entry) : requests_.bytes[entry];
-    }
     Cache& cache_for(std::uint32_t layer) { return caches_[options_.scope == Scope::LAYER ? layer : 0]; }
 
     void introduce() {
@@ -130,15 +156,6 @@ private:
             }
             if (options_.detail == Detail::EVENTS) close_event();
         }
-    }
-
-    void close_event() {
-        result_.event_missed_bytes[event_] = counts_.missed_bytes - event_began_.missed_bytes;
-        result_.event_written_bytes[event_] = counts_.written_bytes - event_began_.written_bytes;
-        result_.event_misses[event_] = static_cast<std::uint32_t>(counts_.misses - event_began_.misses);
-        result_.event_write_backs[event_] =
-            static_cast<std::uint32_t>(counts_.write_backs - event_began_.write_backs);
-        event_began_ = counts_;
     }
 
     void run_alone(std::uint64_t at) {
@@ -180,26 +197,6 @@ private:
             run_group(cache, first, last, served);
             first = last;
         }
-    }
-
-    // As in Residency: records with all requested entries resident, then those with some, then the rest.
-    void serve_residents_first() {
-        rank_.resize(order_.size());
-        for (std::size_t first = 0; first < order_.size();) {
-            const std::uint32_t record = record_of(requests_.entries[order_[first]]);
-            std::size_t last = first;
-            std::size_t resident = 0;
-            for (; last < order_.size() && record_of(requests_.entries[order_[last]]) == record; ++last) {
-                resident += (flags_[requests_.entries[order_[last]]] & RESIDENT) != 0 ? 1 : 0;
-            }
-            const std::uint8_t rank = resident == last - first ? 0 : resident > 0 ? 1 : 2;
-            std::fill(rank_.begin() + first, rank_.begin() + last, rank);
-            first = last;
-        }
-        const std::uint64_t begin = order_.front();
-        std::stable_sort(order_.begin(), order_.end(), [&](std::uint64_t left, std::uint64_t right) {
-            return rank_[left - begin] < rank_[right - begin];
-        });
     }
 
     // Frames that are not pinned.
@@ -264,10 +261,6 @@ private:
     void bypass(const Cache& cache, EntryId entry, std::uint64_t needed) {
         if (!bypasses_ || (flags_[entry] & STAYS) != 0) refuse_capacity(cache, needed);
         flags_[entry] |= BYPASS;
-    }
-
-    std::uint32_t record_of(EntryId entry) const {
-        return requests_.records.empty() ? entry : requests_.records[entry];
     }
 
     template <typename RequestAt>
@@ -363,12 +356,6 @@ private:
         if ((flags & DIRTY) != 0) count_write_back(entry);
     }
 
-    void count_write_back(EntryId entry) {
-        ++counts_.write_backs;
-        counts_.written_frames += size_of(entry);
-        counts_.written_bytes += bytes_of(entry);
-    }
-
     void announce(std::uint64_t begin, std::uint64_t end) {
         const Phase phase =
             requests_.phases.empty() ? Phase::FORWARD : static_cast<Phase>(requests_.phases[event_]);
@@ -379,11 +366,7 @@ private:
 
     void close_step() {
         for (Cache& cache : caches_) cache.policy->tick(Clock::STEP);
-        const auto requests = [](const SimulationCounts& counts) { return counts.hits + counts.misses; };
-        result_.step_requests.push_back(requests(counts_) - requests(step_began_));
-        result_.step_misses.push_back(counts_.misses - step_began_.misses);
-        result_.step_write_backs.push_back(counts_.write_backs - step_began_.write_backs);
-        step_began_ = counts_;
+        count_step();
     }
 
     // A policy that knows the future begins with the best content that any cache of this size could hold by now.
@@ -392,17 +375,7 @@ private:
             unlimited_ = false;
             for (Cache& cache : caches_) make_room(cache, 0);
         }
-        counts_ = step_began_ = event_began_ = SimulationCounts{};
-        for (auto* column : {&result_.event_misses, &result_.event_write_backs}) {
-            std::fill(column->begin(), column->end(), 0);
-        }
-        for (auto* column : {&result_.event_missed_bytes, &result_.event_written_bytes}) {
-            std::fill(column->begin(), column->end(), 0);
-        }
-        for (auto* column : {&result_.step_requests, &result_.step_misses, &result_.step_write_backs,
-                             &result_.layer_hits, &result_.layer_misses}) {
-            std::fill(column->begin(), column->end(), 0);
-        }
+        count_from_here();
     }
 
     // The requests are known: prefetch what a later one will touch.
@@ -416,52 +389,17 @@ private:
         }
     }
 
-    std::uint32_t layer_at(std::uint64_t at) const {
-        if (!requests_.layers.empty()) return requests_.layers[event_];
-        return layer_of_.empty() ? 0 : layer_of_[requests_.entries[at]];
-    }
-
-    // Splitting a set would hide a duplicate entry.
-    void check_set(std::uint64_t begin, std::uint64_t end) {
-        const auto set = requests_.entries.subspan(begin, end - begin);
-        std::vector<EntryId> sorted(set.begin(), set.end());
-        std::sort(sorted.begin(), sorted.end());
-        const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-        if (twice != sorted.end()) refuse_twice(*twice);
-    }
-
-    [[noreturn]] void refuse_twice(EntryId entry) const {
-        throw std::invalid_argument("event " + std::to_string(event_) + " asks for entry " +
-                                    std::to_string(entry) + " twice, and atomic events are sets");
-    }
-
     [[noreturn]] void refuse_capacity(const Cache& cache, std::uint64_t added) const {
         const std::uint64_t headroom = cache.policy->headroom_frames();
         throw CapacityError(added + cache.pinned + headroom, cache.limit + headroom);
     }
 
-    const RequestColumns& requests_;
-    const SimulationOptions& options_;
-    std::span<const std::uint32_t> layer_of_;
     std::vector<Cache> caches_;
     Room room_;
     bool bypasses_;           // whether too large entries bypass instead of being refused
     bool unlimited_ = false;  // until the warm-up ends
-    bool unit_sizes_;
     bool follows_accesses_ = false;
-    std::size_t event_ = 0;  // the present one
-    std::uint32_t layer_ = 0;
-    // By entry.
-    std::vector<std::uint8_t> flags_;
-    std::vector<std::uint32_t> frames_;
-    std::vector<std::uint32_t> busy_;
-    std::vector<EntryId> victims_;      // scratch
-    std::vector<std::uint64_t> order_;  // of a split set: its requests in the order of service
-    std::vector<std::uint8_t> rank_;    // scratch
-    SimulationCounts counts_;
-    SimulationCounts step_began_;
-    SimulationCounts event_began_;
-    SimulationResult result_;
+    std::vector<EntryId> victims_;  // scratch
 };
 
 }  // namespace tierstore

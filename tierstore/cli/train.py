@@ -163,7 +163,7 @@ def _train(
             progress(done, total)
             # Several ranks go on to their first commit, where they agree.
             if interrupts.requested and mesh.world.size == 1:
-                output.line("stopped by a signal before the first step; nothing is left of new records")
+                output.line("stopped by a signal before the first step; nothing was created or changed")
                 raise SystemExit(INTERRUPTED)
 
         return called
