@@ -42,11 +42,9 @@ if TYPE_CHECKING:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """All tests run in a process for each core and one more, since they also wait for disks and for each other; at most
-    eight, of up to 1 GiB each. Tests that the command line names run in this process.
-    """
+    """All tests run in a process for each core, at most eight, of up to 1 GiB each; tests that are named, in this one."""
     whole = config.args == config.getini("testpaths")
-    return min(len(os.sched_getaffinity(0)) + 1, 8) if whole else 0
+    return min(len(os.sched_getaffinity(0)), 8) if whole else 0
 
 
 @pytest.hookimpl(wrapper=True)
