@@ -419,6 +419,7 @@ def main() -> None:
     if asked.cgroup or shares:
         MemoryLimit(1 << 30).close()  # raises if this machine lets none be made
     rows: list[dict[str, Any]] = []
+    kinds: dict[str, None] = {}  # of repetitions, in order
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(Path(directory), asked.width, asked.layers, asked.experts, asked.steps)
         for name in asked.runs:
@@ -440,10 +441,10 @@ def main() -> None:
                     run, bench, name, expected, int(memory * MOST), memory
                 )
             rows.append(row | repeated)
+            kinds |= dict.fromkeys(repeated)
             outcomes = "".join(f", {key}: {outcome}" for key, outcome in repeated.items())
             said = f"{name}: {announced >> 20} MiB announced, {peak / announced:.2f} at the peak{outcomes}"
             print(said, file=sys.stderr, flush=True)
-    kinds = list(dict.fromkeys(key for row in rows for key in row if key[:6] in ("cgroup", "memory")))
     table("", rows, "run", "announced_bytes", "peak_bytes", "ratio", *kinds)
     median = statistics.median(row["ratio"] for row in rows)
     OUTPUT.line(f"median of the ratios: {median:.2f}")

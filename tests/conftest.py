@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """All tests run in a process for each core, at most eight, of up to 1 GiB each; tests that are named, in this one."""
+    from tierstore.machine import cores  # the environment above comes first
+
     whole = config.args == config.getini("testpaths")
-    return min(len(os.sched_getaffinity(0)), 8) if whole else 0
+    return min(cores(), 8) if whole else 0
 
 
 @pytest.hookimpl(wrapper=True)

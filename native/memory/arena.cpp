@@ -133,7 +133,7 @@ void Arena::populate(const std::function<void(size_t)>& progress) {
                     *static_cast<volatile std::byte*>(data_ + at + i) = std::byte{0};
             }
             done += n;
-            if (told) told(done);
+            if (told) told(std::min<size_t>(done, nbytes_));  // the last page may be larger
         }
     };
     const size_t threads =

@@ -39,12 +39,11 @@ class Agents:
     def __post_init__(self) -> None:
         # None that the kernel gives to other tests' ranks before the first agent listens: where that one can have it in
         # IPv4 alone, a second agent takes it in IPv6, and the two never meet.
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
         for self.port in range(20_000 + os.getpid() % 10_000, 32_768):
             with contextlib.suppress(OSError):
-                socket.create_server(
-                    ("", self.port), family=family, dualstack_ipv6=family == socket.AF_INET6
-                ).close()
+                socket.create_server(("", self.port), family=family, dualstack_ipv6=dual).close()
                 return
         raise AssertionError("no port is free")
 

@@ -291,14 +291,14 @@ def budgeted_arena(
     and all. Raises BudgetError if there is no such memory, OSError.
     """
     try:
-        arena = Arena(nbytes, huge_pages, lambda done: populating(min(done, nbytes - 1), nbytes))
+        arena = Arena(nbytes, huge_pages, lambda done: populating(done, nbytes))
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         raise BudgetError(
             f"{setting}: expected what this machine can give, got {budget} bytes: {error.strerror}"
         ) from error
-    populating(nbytes, nbytes)
+    populating(nbytes, nbytes)  # the last piece may be that of a thread which tells nothing
     return arena
 
 
