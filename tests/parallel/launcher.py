@@ -184,8 +184,10 @@ class Ranks:
         for connection in world.connections:
             connection.send(config)
         for rank, connection in enumerate(world.connections):
-            if not connection.poll(_JOIN_S):
-                world.kill()
-                raise RankFailedError(f"rank {rank} did not join within {_JOIN_S:g} s")
-            connection.recv()
+            with contextlib.suppress(EOFError):
+                if connection.poll(_JOIN_S):
+                    connection.recv()
+                    continue
+            world.kill()
+            raise RankFailedError(f"rank {rank} ended, or did not join within {_JOIN_S:g} s")
         return world

@@ -1,9 +1,14 @@
 """A process's place: from torchrun's variables, and what is refused."""
 
+import secrets
+import socket
+from pathlib import Path
+
 import pytest
 
 from tierstore.errors import ConfigError
 from tierstore.parallel import RankEnvironment
+from tierstore.parallel.layout import free_port, local_environments
 
 GIVEN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 
@@ -44,3 +49,19 @@ def test_bad_environments_are_named(changes: dict[str, str | None], message: str
     with pytest.raises(ConfigError, match=message) as caught:
         RankEnvironment.from_environment(environ)
     assert "\n" not in str(caught.value)
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {int(place["MASTER_PORT"]) for _ in range(20) for place in local_environments(2)}
+    assert len(ports) > 10  # drawn anew for each world
+    assert max(ports) < min(first_given, 32_768)
+    # A port that is taken in IPv4 alone is not free either: the store of a world listens on all addresses.
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        draws = iter([port - 10_000] * 3 + [(other := free_port()) - 10_000])
+        monkeypatch.setattr(secrets, "randbelow", lambda _: next(draws))
+        assert free_port() == other
+        monkeypatch.setattr(secrets, "randbelow", lambda _: port - 10_000)
+        with pytest.raises(OSError, match="none of 100 ports"):
+            free_port()

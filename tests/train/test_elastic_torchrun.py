@@ -1,11 +1,9 @@
 """``torchrun`` with nodes that come and go, for real: agents of one rank each on this machine, and no person between."""
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ from launcher import Ranks
 from rank_cases import TINY, Make, Settings, alone, train
 
 from tierstore.parallel import ParallelConfig
-from tierstore.parallel.layout import layout_of
+from tierstore.parallel.layout import free_port, layout_of
 from tierstore.train.ranks import Opening
 from tierstore.train.resharding import reshard
 
@@ -34,18 +32,7 @@ class Agents:
     directory: Path
     environ: dict[str, str] = field(default_factory=dict)
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    port: int = 0
-
-    def __post_init__(self) -> None:
-        # None that the kernel gives to other tests' ranks before the first agent listens: where that one can have it in
-        # IPv4 alone, a second agent takes it in IPv6, and the two never meet.
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        for self.port in range(20_000 + os.getpid() % 10_000, 32_768):
-            with contextlib.suppress(OSError):
-                socket.create_server(("", self.port), family=family, dualstack_ipv6=dual).close()
-                return
-        raise AssertionError("no port is free")
+    port: int = field(default_factory=free_port)
 
     def start(self, *arguments: str | Path, address: str) -> subprocess.Popen[bytes]:
         """One more agent, at ``address``: of two, rank 0 is on the one whose address comes first."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,11 +175,26 @@ class RankEnvironment:
 
 def local_environments(count: int) -> list[dict[str, str]]:
     """What ``count`` ranks on this machine need in their environment, in rank order, to meet on the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(count)]
+
+
+def free_port() -> int:
+    """
+    A TCP port on which no process of this machine listens, for a server that starts later.
+
+    It is none of those that the kernel gives to sockets that ask for any (on Linux 32,768 and above), so that no
+    connection takes it before the server does. Raises OSError when all that were tried are taken.
+    """
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    for _ in range(100):
+        # Not from random: processes that were forked from one would draw the same.
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError):
+            socket.create_server(("", port), family=family, dualstack_ipv6=ipv6).close()
+            return port
+    raise OSError("none of 100 ports from 10,000 to 29,999 is free")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
