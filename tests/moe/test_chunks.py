@@ -120,7 +120,7 @@ def reference(tokens: int, experts: int, dtype: torch.dtype, parts: int) -> Foun
             gradients, grad_y = torch.empty_like(weights), batch.grad_TD[at // TOP_K]
             weight = batch.weight_TK.flatten()[at]
             grad_weight = torch.empty_like(weight)
-            both = (weight, grad_weight)
+            both = (weight.to(dtype), grad_weight)
             backward_expert(SHAPE, weights, gradients, x, inner, grad_y, grad_x, work, weights=both)
             weight_grad.view(-1)[at] = grad_weight
             y_ND[at], grad_x_ND[at] = y, grad_x

@@ -16,6 +16,7 @@ from tierstore.moe.computing import ExpertPass, Weighting, compute_experts
 from tierstore.moe.config import Activation, ExpertShape, SaveActivations, tile_rows
 from tierstore.moe.dispatch import RowOrder, dispatch
 from tierstore.moe.exchange import LocalRows
+from tierstore.moe.experts import Workspace, backward_expert
 from tierstore.moe.layer import MoELayer
 from tierstore.moe.router import RouterConfig
 from tierstore.moe.source import ExpertLease, InMemoryExperts
@@ -137,6 +138,36 @@ def test_padded_products_have_few_shapes_and_the_same_bits_when_recomputed(
         found.append((y, x.grad, weight.grad, source.grads))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+class _Launches(TorchDispatchMode):
+    """The operations that a device would launch: those that neither make a view nor take memory alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func.overloadpacket is not torch.ops.aten.new_empty:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_launches_of_a_backward_pass(dtype: torch.dtype, weighted: bool) -> None:
+    shape, rows = ExpertShape(8, 24), 5
+    flat, gradients = torch.randn(2, shape.numel).to(dtype)
+    x, grad_out, grad_x = torch.randn(3, rows, 8).to(dtype)
+    inner, weight = torch.randn(rows, 48).to(dtype), torch.rand(rows).to(dtype)
+    weights = (weight, torch.empty(rows)) if weighted else None
+    work = Workspace(shape, rows, x, hidden=2)
+    with _Launches() as launches:
+        backward_expert(shape, flat, gradients, x, inner, grad_out, grad_x, work, weights=weights)
+    hidden, back = ["silu", "mul", "mm"], ["mm", "mul_", "mul_", "silu_backward", "mm", "mm"]
+    assert launches.names == [*hidden, *(["mul", "sum", "mul_", "mul_"] if weighted else []), *back]
 
 
 def test_a_transposed_record_by_hand() -> None:

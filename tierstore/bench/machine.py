@@ -284,7 +284,7 @@ def _expert_points(model: ModelConfig, repeats: int) -> dict[str, _Points]:
     for rows in (16, 64, 256, 1024):
         x = torch.randn(rows, shape.d_model, dtype=dtype)
         inner, out = x.new_empty(rows, shape.inner_rows), torch.empty_like(x)
-        weight, grad_out = torch.ones(rows), torch.randn_like(x)
+        weight, grad_out = torch.ones(rows, dtype=dtype), torch.randn_like(x)
         work = Workspace(shape, rows, x, inner=2, hidden=2)
 
         forward = [partial(forward_expert, shape, flat, x, inner, out, work) for flat in flats]

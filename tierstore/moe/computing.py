@@ -303,7 +303,7 @@ class _ByExpert(BackwardWalk):
         plan, rows, inner = call.plan, call.rows, 1 if saved.inner_MP is not None else 2
         grads_ND = grad_TD.index_select(0, plan.token_N)
         super().__init__(x_TD, weight_TK, call, saved, scratch, grads_ND, inner)
-        weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N)
+        weight_N = weight_TK.reshape(-1).index_select(0, plan.order_N).to(x_TD.dtype)
         self._weights = RowsAtExperts(rows, self.chunks, weight_N)
         self.sent.insert(1, self._weights)
         self._grad_weight_N = weight_TK.new_empty(plan.rows)
