@@ -72,16 +72,20 @@ def test_the_first_step_of_the_lowest_rate(
 
 def test_the_steps_of_a_run_are_those_of_its_schedule() -> None:
     given = ScheduleConfig(total_steps=12, lr=2e-3)
-    assert given.over(99, width=4096) == given
-    assert ScheduleConfig().over(12, width=256) == given
-    assert ScheduleConfig().over(99, width=256, began={"total_steps": 12}) == given
+    assert given.over(99, width=4096, blocks=32) == given
+    assert ScheduleConfig().over(12, width=256, blocks=2) == given
+    assert ScheduleConfig().over(99, width=256, blocks=2, began={"total_steps": 12}) == given
     of_no_run = [ScheduleConfig().lr_at(step) for step in range(70)]
     assert of_no_run == [ScheduleConfig(total_steps=60).lr_at(step) for step in range(70)]
 
 
-@pytest.mark.parametrize(("width", "lr"), [(32, 2e-3), (256, 2e-3), (512, 1e-3), (4096, 1.25e-4)])
-def test_the_default_rate_falls_with_the_width(width: int, lr: float) -> None:
-    assert ScheduleConfig().over(60, width).lr == lr
-    assert ScheduleConfig(lr=0.5).over(60, width).lr == 0.5
-    assert ScheduleConfig().over(60, width, began={"lr": 0.25}).lr == 0.25  # of the run that is resumed
-    assert ScheduleConfig(lr=0.5).over(60, width, began={"lr": 0.25}).lr == 0.5
+@pytest.mark.parametrize(
+    ("width", "blocks", "lr"),
+    [(32, 1, 2e-3), (256, 2, 2e-3), (512, 4, 1e-3), (4096, 2, 1.25e-4), (256, 16, 1e-3), (512, 64, 2.5e-4)],
+)
+def test_the_default_rate_falls_with_width_and_depth(width: int, blocks: int, lr: float) -> None:
+    assert ScheduleConfig().over(60, width, blocks).lr == lr
+    given, began = ScheduleConfig(lr=0.5), {"lr": 0.25}  # of the run that is resumed
+    assert given.over(60, width, blocks).lr == 0.5
+    assert ScheduleConfig().over(60, width, blocks, began=began).lr == 0.25
+    assert given.over(60, width, blocks, began=began).lr == 0.5

@@ -38,6 +38,10 @@ class Architecture:
     top_k: int
 
     @property
+    def blocks(self) -> int:
+        return len(self.units) - 2
+
+    @property
     def dense(self) -> int:
         """D: parameters that every token uses, routers included."""
         return sum(unit.numel for unit in self.units)

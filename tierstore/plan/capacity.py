@@ -212,7 +212,7 @@ class Setting:
         """Where the block inputs of a step in layer order are kept; None if none are. Raises BudgetError."""
         if not self.usage.trains:
             return None
-        return boundary_split(self.config, self.ranks, len(self.model.units) - 2)
+        return boundary_split(self.config, self.ranks, self.model.blocks)
 
     @property
     def tokens_per_step(self) -> int:
@@ -445,7 +445,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
             "block inputs",
             kept.memory_bytes,
             f"{kept.slots} of {kept.count} x {kept.slot_bytes} B: {setting.together} micro-batches x "
-            f"{len(setting.model.units) - 2} blocks" + (", boundary_budget" if kept.spilled_bytes else ""),
+            f"{setting.model.blocks} blocks" + (", boundary_budget" if kept.spilled_bytes else ""),
         )
     yield Term(
         Tier.HOST,

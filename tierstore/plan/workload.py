@@ -219,7 +219,7 @@ class StepWorkload:
     def _spilled(self) -> int:
         """Bytes of a block's spilled inputs in a model without experts; otherwise passes over experts move all of them."""
         kept, model = self.setting.boundaries, self.setting.model
-        return 0 if kept is None or model.moe_layers else kept.spilled_bytes // (len(model.units) - 2)
+        return 0 if kept is None or model.moe_layers else kept.spilled_bytes // model.blocks
 
     def _stepped(self, unit: int) -> int:
         """The number of ``unit``'s dense parameters that one rank's optimizer steps."""

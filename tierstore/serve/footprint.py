@@ -285,13 +285,13 @@ _ROUND = 64
 def sequence_bytes(spec: ModelSpec, tokens: int) -> int:
     """Most bytes that the keys and values of a sequence of ``tokens`` tokens take."""
     if not isinstance(spec, HfSpec):
-        return tokens * 2 * spec.d_model * (len(spec.architecture.units) - 2) * spec.compute_dtype.itemsize
+        return tokens * 2 * spec.d_model * spec.architecture.blocks * spec.compute_dtype.itemsize
     return spec.cache_bytes(tokens) + _state_bytes(spec)
 
 
 def batch_bytes(spec: ModelSpec, sequences: int, context: int) -> int:
     """Most bytes that a batch takes: while a pass appends to a layer, that layer exists twice."""
-    layers = len(spec.architecture.units) - 2
+    layers = spec.architecture.blocks
     whole = sequences * sequence_bytes(spec, context)
     return whole + -(-whole // layers)
 

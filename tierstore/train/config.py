@@ -30,8 +30,9 @@ from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign, chec
 #: Default number of steps of a run.
 RUN_STEPS = 60
 _HOST_BUDGET = 256 << 20
-#: The highest learning rate by default, for models up to this width; it falls in inverse proportion to a larger width.
-_LR, _LR_WIDTH = 2e-3, 256
+#: The highest learning rate by default, for models up to this width and number of blocks. It falls in inverse proportion to
+#: a larger width, and to the root of more blocks.
+_LR, _LR_WIDTH, _LR_BLOCKS = 2e-3, 256, 4
 
 
 class LearningRateDecay(StrEnum):
@@ -50,14 +51,16 @@ class ScheduleConfig:
 
     Warm-up: ``lr * (step + 1) / warmup_steps`` for the first ``warmup_steps`` steps. Then from ``lr`` at step
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and after. ``total_steps`` None: the ``steps``
-    with which the run began (``over``), or ``RUN_STEPS`` without a run. ``lr`` None: by the width of the model, so that
-    a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V).
+    with which the run began (``over``), or ``RUN_STEPS`` without a run. ``lr`` None: by the shape of the model, so that
+    a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V),
+    and projections onto the residual stream, whose first weights fall with the root of the depth, at every depth.
     """
 
     kind: LearningRateDecay = key(LearningRateDecay.COSINE, "decay of the learning rate")
     lr: float | None = key(
         None,
-        f"highest learning rate (none: {_LR:g}; above width {_LR_WIDTH}, {_LR * _LR_WIDTH:g} / width)",
+        f"highest learning rate (none: {_LR:g}; above width {_LR_WIDTH}, {_LR * _LR_WIDTH:g} / width; "
+        f"with over {_LR_BLOCKS} blocks, by sqrt({_LR_BLOCKS} / blocks) less)",
     )
     warmup_steps: int = key(10, "steps of linear warm-up")
     total_steps: int | None = key(None, "step at which the decay ends (none: steps of the first run)")
@@ -71,9 +74,11 @@ class ScheduleConfig:
         if not 0 <= self.min_lr_fraction <= 1:
             raise ConfigError(f"min_lr_fraction: expected 0 to 1, got {self.min_lr_fraction}")
 
-    def over(self, steps: int, width: int, began: Mapping[str, object] | None = None) -> ScheduleConfig:
+    def over(
+        self, steps: int, width: int, blocks: int, began: Mapping[str, object] | None = None
+    ) -> ScheduleConfig:
         """This schedule with values for its fields that are None: those of ``began``, the schedule of the resumed run, else
-        derived from the ``steps`` of the run and the ``width`` of its model.
+        derived from the ``steps`` of the run and the ``width`` and ``blocks`` of its model.
         """
         total_steps, lr = self.total_steps, self.lr
         if total_steps is None:
@@ -81,7 +86,8 @@ class ScheduleConfig:
             total_steps = recorded if isinstance(recorded, int) else steps
         if lr is None:
             recorded = (began or {}).get("lr")
-            lr = recorded if isinstance(recorded, float) else _LR * min(1.0, _LR_WIDTH / width)
+            by_shape = _LR * min(1.0, _LR_WIDTH / width) * math.sqrt(min(1.0, _LR_BLOCKS / blocks))
+            lr = recorded if isinstance(recorded, float) else by_shape
         return replace(self, total_steps=total_steps, lr=lr)
 
     @property
@@ -237,7 +243,8 @@ class TrainConfig(RunConfig):
 
     def lr_at(self, step: int) -> float:
         """The learning rate at ``step`` (from 0) in a run that begins with this configuration."""
-        return self.schedule.over(self.steps, self.model.d_model).lr_at(step)
+        model = self.model
+        return self.schedule.over(self.steps, model.d_model, model.architecture.blocks).lr_at(step)
 
     def settings(self) -> dict[str, object]:
         """All settings, as JSON values."""

@@ -133,7 +133,7 @@ def _new_blocks(old: StoredModel, layout: Layout, given: Sequence[int]) -> list[
     if layout.tensor > 1 and isinstance(old.model, BuiltInSpec):
         check_divisible(old.model.config, layout.tensor)
     if layout.stages == 1:
-        return [range(len(old.model.architecture.units) - 2)]
+        return [range(old.model.architecture.blocks)]
     old.model.check_stages()
     if layout.stages == old.layout.stages and not given:
         return old.blocks

@@ -177,7 +177,7 @@ def open_parts(
             )
             stack.callback(guesses.remove)
         layers: LayerOrder | None = None
-        blocks = len(config.model.architecture.units) - 2
+        blocks = config.model.architecture.blocks
         if (split := boundary_split(config, setup.mesh.data.size, blocks)) is not None:
             boundaries = open_boundaries(
                 store,

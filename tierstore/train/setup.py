@@ -147,7 +147,8 @@ def prepare(
         recorded = TrainState.unpack({STATE_KEY: raw}, where=str(directory)).conditions
     # A run resumes the schedule that it began with, unless the configuration names another.
     began = table_of(recorded.get("schedule", {}))
-    schedule = config.schedule.over(config.steps, config.model.d_model, began)
+    model = whole.model
+    schedule = config.schedule.over(config.steps, model.d_model, model.architecture.blocks, began)
     config = replace(config, schedule=schedule)
     vocabulary = choose_vocabulary(
         whole,

@@ -93,7 +93,7 @@ def stage_blocks(architecture: Architecture, stages: int, given: Sequence[int] =
 
     Raises ConfigError naming the setting if they do not fit, or only some of the stages would have MoE layers.
     """
-    count = len(architecture.units) - 2
+    count = architecture.blocks
     if not given:
         found = balanced_blocks(block_costs(architecture), stages)
     elif len(given) != stages or sum(given) != count or min(given) < 1:

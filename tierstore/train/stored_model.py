@@ -357,7 +357,7 @@ def stored_fusion(state: TrainState, *, where: str) -> Fusion:
 
 def _stored_blocks(model: ModelSpec, layout: Layout, stores: Sequence[ParameterStore]) -> list[range]:
     """The blocks of each stage, as recorded by its ranks. Raises StoreFormatError."""
-    count = len(model.architecture.units) - 2
+    count = model.architecture.blocks
     if layout.stages == 1:
         return [range(count)]
     found = []
