@@ -29,7 +29,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _POOL_BYTES = 48 << 20
 #: What the allocator keeps between blocks in use, as a share of the activations for a backward pass: in processes without
 #: glibc's thread cache (``has_thread_cache``), and in others. (Measured: 0.05 to 0.35, whatever the number of passes; with
-#: the cache 0.18 to 0.42 after 5 to 10 passes, 0.47 to 0.82 after 40 to 60, and more later.)
+#: the cache 0.18 to 0.42 after 5 to 10 passes, 0.47 to 0.82 after 40 to 60, and more later.) Graphs of several micro-batches
+#: at once leave as much as the cache does (0.65 with four, the same in each step from the fourth on).
 _GAPS, _GAPS_WITH_CACHE = 0.3, 0.6
 #: The same where compiled products stay between freed activations (measured: 0.7 to 0.9 after 8 to 16 steps).
 _GAPS_WITH_PRODUCTS = 0.8
@@ -214,12 +215,13 @@ class MemoryAccount:
             )
 
 
-def working_bytes(activations: int, *, compiling: bool = False) -> int:
+def working_bytes(activations: int, *, together: bool = False, compiling: bool = False) -> int:
     """Memory beside that of any one part, in bytes: of thread pools, and of the gaps between ``activations``.
 
-    ``compiling``: products compiled for AMX lie between them.
+    ``together``: the graphs of several micro-batches are in memory at once. ``compiling``: products compiled for AMX lie
+    between the activations.
     """
-    share = _GAPS_WITH_CACHE if has_thread_cache() else _GAPS
+    share = _GAPS_WITH_CACHE if together or has_thread_cache() else _GAPS
     return _POOL_BYTES + int((max(share, _GAPS_WITH_PRODUCTS) if compiling else share) * activations)
 
 

@@ -244,7 +244,7 @@ def _working_bytes(config: TrainConfig, activations: int, device: DeviceKind) ->
         return working_bytes(0)
     products = product_bytes(config, device)
     compiling = products > 0 and has_amx()
-    return working_bytes(activations, compiling=compiling) + products
+    return working_bytes(activations, together=config.data.layer_major, compiling=compiling) + products
 
 
 def product_bytes(config: TrainConfig, device: DeviceKind) -> int:
