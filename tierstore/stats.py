@@ -26,6 +26,10 @@ K = TypeVar("K")
 OnProgress: TypeAlias = Callable[[int, int], None]
 
 
+def no_progress(done: int, total: int) -> None:
+    """Shows nothing."""
+
+
 def in_parts(progress: OnProgress, count: int) -> Iterator[OnProgress]:
     """The progress of each of ``count`` passes in turn, as parts of one; those that have not begun (stores of other ranks,
     say) count as much as the current one.

@@ -39,7 +39,7 @@ from tierstore.moe.config import ExpertShape
 from tierstore.moe.experts import Workspace, forward_expert
 from tierstore.moe.source import ExpertLease
 from tierstore.serve.experts import ServingPhase
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def write_student(
     checkpoint: Path,
     groups: Mapping[int, Groups],
     uses: Mapping[int, LayerUse],
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> None:
     """Writes the model of the frozen ``store``, with the experts of ``groups`` in each layer, to the new directory
     ``checkpoint``, in the type of the store.

@@ -46,7 +46,7 @@ from tierstore.deploy.teacher import read_windows
 from tierstore.errors import ConfigError, StoreExistsError, StoreMissingError
 from tierstore.hf.spec import stored_spec
 from tierstore.machine import MemoryAccount
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.disk.home import building, building_directory, fsync_directory
 from tierstore.units import format_seconds
 
@@ -95,7 +95,7 @@ def deploy(
     *,
     until: StageName = StageName.DEPLOYMENT,
     say: Callable[[str], None] = lambda text: None,
-    show: ShowPass = lambda name: contextlib.nullcontext(lambda done, total: None),
+    show: ShowPass = lambda name: contextlib.nullcontext(no_progress),
     announced: Callable[[MemoryAccount], None] = lambda account: None,
     asked_to_stop: Callable[[], bool] = lambda: False,
     stages: Sequence[DeployStage] = STAGES,

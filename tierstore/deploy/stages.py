@@ -32,14 +32,14 @@ from tierstore.hf.writing import ExportDtype
 from tierstore.machine import bytes_on_disk, memory
 from tierstore.model.store_schema import STATE_KEY, TrainState, expert_weight_bytes
 from tierstore.quant.layout import CodeFormat
-from tierstore.stats import OnProgress, in_parts
+from tierstore.stats import OnProgress, in_parts, no_progress
 from tierstore.store.disk.home import IDENTITY, fsync_directory, rank_directories
 from tierstore.store.parameter_store import open_to_read
 from tierstore.store.reading import OpenAt, read_states
 from tierstore.units import format_bytes
 
 
-def store_checks(store: Path, progress: OnProgress = lambda done, total: None) -> dict[str, object]:
+def store_checks(store: Path, progress: OnProgress = no_progress) -> dict[str, object]:
     """Counts, shapes and checksums over all records of the frozen store at ``store``, of one rank or several.
 
     Reads and verifies every record. Raises ChecksumError, StoreFormatError, OSError.
@@ -69,9 +69,7 @@ def store_checks(store: Path, progress: OnProgress = lambda done, total: None) -
     }
 
 
-def verify_checks(
-    store: Path, wanted: Mapping[str, object], progress: OnProgress = lambda done, total: None
-) -> None:
+def verify_checks(store: Path, wanted: Mapping[str, object], progress: OnProgress = no_progress) -> None:
     """Compares ``store_checks`` with the recorded ones. Raises ChecksumError naming the first difference."""
     found = store_checks(store, progress)
     for name, value in wanted.items():

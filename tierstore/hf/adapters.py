@@ -36,7 +36,7 @@ from tierstore.hf.writing import Bytes, Shard, json_bytes, write_model
 from tierstore.model.store_schema import pair_key
 from tierstore.moe.lora import LoraConfig, LoraTargets, PairShape
 from tierstore.moe.low_rank import merge_pair
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.disk.home import MODEL_DIRECTORY
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -144,9 +144,7 @@ class StoredAdapter(Adapter):
 # The adapter's files ----------------------------------------------------------------------------------------
 
 
-def export_adapter(
-    source: Path, target: Path, *, progress: OnProgress = lambda done, total: None
-) -> ExportedAdapter:
+def export_adapter(source: Path, target: Path, *, progress: OnProgress = no_progress) -> ExportedAdapter:
     """Writes the trained pairs of the store in ``source`` to the new directory ``target``, as peft's adapter.
 
     ``progress`` receives the bytes of values written so far and the total. Raises StoreError, ChecksumError, OSError; after

@@ -47,7 +47,7 @@ from tierstore.model.store_schema import (
     table_of,
     unpack_arrays,
 )
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.disk.home import MODEL_DIRECTORY
 from tierstore.train.stored_model import stored_fusion
 from tierstore.train.vocabulary import places_of, recorded_placements
@@ -82,7 +82,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     adjustment: Adjustment | None = None,
     announced: Callable[[MemoryAccount], None] = lambda account: None,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> Exported:
     """Writes the model of the store in ``source`` to the directory ``target``.
 
@@ -153,7 +153,7 @@ def write_outline(
     *,
     adjustment: Adjustment | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> list[Shard]:
     """Writes the checkpoint of ``outline`` to the new directory ``target``, with the values of ``weights``; its files.
 

@@ -61,7 +61,7 @@ from tierstore.model.store_schema import (
 )
 from tierstore.parallel import Mesh, RankEnvironment
 from tierstore.quant.layout import CodeFormat
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.config import StoreConfig
 from tierstore.store.disk.home import (
     IDENTITY,
@@ -183,7 +183,7 @@ def import_model(
     *,
     mesh: Mesh | None = None,
     planned: Callable[[ImportPlan, MemoryAccount], None] = lambda plan, account: None,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> ImportReport:
     """Imports the model directory ``source`` into ``store``, or resumes an interrupted import of the same directory.
 

@@ -35,7 +35,7 @@ from tierstore.hf.checkpoint import (
 )
 from tierstore.hf.manifest import ParameterEntry
 from tierstore.machine import require_space
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.disk.home import building, building_directory, fsync_directory, write_durably
 
 #: Default limit of a shard's bytes, as in transformers.
@@ -180,7 +180,7 @@ def write_checkpoint(
     directory: Path,
     shards: Sequence[Shard],
     content: Callable[[TensorSpec], Iterable[Bytes]],
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> None:
     """Writes ``shards`` and their index. ``content`` gives the bytes of a tensor in pieces, each valid until the next one
     is read; ``progress`` is called after each piece. Raises OSError; ValueError where pieces do not fit.

@@ -34,7 +34,7 @@ from tierstore.plan.layout_workload import (
 from tierstore.plan.predict import simulated
 from tierstore.plan.workload import SETTLED
 from tierstore.prefetch.operations import Kind, Resource
-from tierstore.stats import OnProgress, Tier
+from tierstore.stats import OnProgress, Tier, no_progress
 from tierstore.tiers.slots import DeviceKind
 from tierstore.train.combinations import check_combination
 from tierstore.train.config import TrainConfig
@@ -182,7 +182,7 @@ def compare_layouts(
     node_ranks: int,
     device: DeviceKind = DeviceKind.CPU,
     device_memory: int | None = None,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> LayoutComparison:
     """Compare all layouts of ``ranks`` ranks, ``node_ranks`` per node. ``device_memory``: as for ``stage_workloads``. Raises
     ConfigError if none is possible.

@@ -65,7 +65,7 @@ from tierstore.serve.footprint import (
 from tierstore.serve.language import open_language
 from tierstore.serve.model import served_model
 from tierstore.serve.passes import JointPasses, LockstepPasses
-from tierstore.stats import OnProgress, StallLedger
+from tierstore.stats import OnProgress, StallLedger, no_progress
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directories, rank_directory, read_identity
@@ -99,7 +99,7 @@ def open_running(
     *,
     trace: Path | None = None,
     timeline: Path | None = None,
-    populating: OnProgress = lambda done, total: None,
+    populating: OnProgress = no_progress,
 ) -> Iterator[Running]:
     """Open the model in ``config.store`` for a ``ServingEngine``, on rank 0 of ``mesh``; the other ranks follow its runner.
     The file ``trace`` records the cache's decisions, the file ``timeline`` what the model waits for; ``populating`` is that
@@ -215,7 +215,7 @@ def open_served(
     *,
     trace: Path | None = None,
     timeline: TimelineSink | None = None,
-    populating: OnProgress = lambda done, total: None,
+    populating: OnProgress = no_progress,
 ) -> Iterator[ServedParts]:
     """Open the model in ``config.store``, imported or trained; close it at exit. ``trace`` records the cache's decisions,
     ``populating`` gets the bytes of the host cache that the kernel has given, and all.

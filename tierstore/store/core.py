@@ -22,7 +22,7 @@ from tierstore import _native
 from tierstore.cache.access import Need, Phase
 from tierstore.cache.host_cache import HostCache
 from tierstore.errors import BudgetError, StoreError
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.adamw import StepHistory
 from tierstore.store.committing import Committer, Failures
 from tierstore.store.config import StoreAccess
@@ -195,7 +195,7 @@ class StoreCore:
 
     # Content and status -------------------------------------------------------------------------------------
 
-    def records_crc32c(self, progress: OnProgress = lambda done, total: None) -> int:
+    def records_crc32c(self, progress: OnProgress = no_progress) -> int:
         """As ``ParameterStore.records_crc32c``."""
         nbytes = {key: self.records.live(key).schema.nbytes for key in self.records.keys}
         crc, done, total = 0, 0, sum(nbytes.values())

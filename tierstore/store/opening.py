@@ -25,7 +25,7 @@ from tierstore.errors import (
 )
 from tierstore.links import open_link
 from tierstore.machine import cores
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import IoConfig, StoreAccess, StoreConfig, TransferTuning, tune
 from tierstore.store.disk.drives import Drives
@@ -285,7 +285,7 @@ def budgeted_arena(
     budget: int,
     nbytes: int,
     huge_pages: HugePages,
-    populating: OnProgress = lambda done, total: None,
+    populating: OnProgress = no_progress,
 ) -> Arena:
     """An arena of ``nbytes`` bytes, as ``setting`` allows with ``budget``. ``populating`` gets the bytes that are there,
     and all. Raises BudgetError if there is no such memory, OSError.

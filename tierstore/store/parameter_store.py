@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from tierstore._native import Engine
 from tierstore.machine import MemoryAccount, resident_bytes
-from tierstore.stats import OnProgress, in_parts
+from tierstore.stats import OnProgress, in_parts, no_progress
 from tierstore.store.adamw import AdamWConfig
 from tierstore.store.config import StoreAccess, StoreConfig
 from tierstore.store.core import OptimizerStep, StoreCore
@@ -93,7 +93,7 @@ class ParameterStore:
         adamw: AdamWConfig | None = None,
         trace: Path | None = None,
         io_log: Path | None = None,
-        populating: OnProgress = lambda done, total: None,
+        populating: OnProgress = no_progress,
     ) -> ParameterStore:
         """Creates a store of ``schemas`` in ``directory`` (made if missing). ``open`` finds it after its first commit.
 
@@ -118,7 +118,7 @@ class ParameterStore:
         access: StoreAccess = StoreAccess.WRITE,
         trace: Path | None = None,
         io_log: Path | None = None,
-        populating: OnProgress = lambda done, total: None,
+        populating: OnProgress = no_progress,
     ) -> ParameterStore:
         """Opens the store in ``directory`` at its last commit. ``OpenAt.PREVIOUS`` undoes a commit that several ranks
         prepared and did not acknowledge.
@@ -302,7 +302,7 @@ class ParameterStore:
         """The capabilities in effect, and the use of the directories."""
         return StoreStatus(self.core.history.applied, self.core.describe(), self.core.extents.drive_reports())
 
-    def records_crc32c(self, progress: OnProgress = lambda done, total: None) -> int:
+    def records_crc32c(self, progress: OnProgress = no_progress) -> int:
         """CRC-32C over every record's content in key order, caught up to the last applied step: equal for stores of equal
         content, whatever their layout on disk. ``progress`` is called with the bytes done and in all; the store cannot be
         used in it. Raises
@@ -310,14 +310,14 @@ class ParameterStore:
         """
         return self.core.records_crc32c(progress)
 
-    def verify(self, progress: OnProgress = lambda done, total: None) -> VerifyReport:
+    def verify(self, progress: OnProgress = no_progress) -> VerifyReport:
         """Reads and checks every section of the last commit and of the snapshots; see ``verify_store``."""
         self.core.failures.check()
         core = self.core
         return verify_tables(core.extents, core.engine, core.committer.tables(), progress)
 
 
-def verify_store(directory: Path | str, progress: OnProgress = lambda done, total: None) -> VerifyReport:
+def verify_store(directory: Path | str, progress: OnProgress = no_progress) -> VerifyReport:
     """Verifies the store in ``directory``. Calls ``progress`` with the bytes checked and in all; writes nothing.
 
     Raises StoreMissingError, StoreInUseError, StoreFormatError (a truncated file, say).
@@ -328,7 +328,7 @@ def verify_store(directory: Path | str, progress: OnProgress = lambda done, tota
 
 def verify_all(
     store: Path,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
     *,
     announced: Callable[[MemoryAccount], None] = lambda account: None,
 ) -> VerifyReport:

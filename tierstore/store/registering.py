@@ -17,7 +17,7 @@ from tierstore.cache.access import Need, Phase
 from tierstore.cache.config import Scope
 from tierstore.errors import StoreError
 from tierstore.quant.layout import quantize
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.core import StoreCore, check_array
 from tierstore.store.format import (
     SECTION_ALIGNMENT,
@@ -56,7 +56,7 @@ def register_many(
     records: Iterable[NewRecord],
     *,
     threads: int = 1,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> None:
     """Adds ``records``; each gets its content before the next one is added. With several ``threads`` these make the contents
     ahead, running the callables; one content for each thread is in memory. ``progress`` is called with the number of records

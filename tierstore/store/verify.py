@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tierstore import _native
 from tierstore._native import CrcTable, Engine, Priority
 from tierstore.machine import MemoryAccount
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.disk.drives import DriveReport
 from tierstore.store.disk.extents import Scratch, Slot, read_ahead
 from tierstore.store.disk.store_extents import StoreExtents
@@ -34,7 +34,7 @@ def verify_tables(
     extents: StoreExtents,
     engine: Engine,
     tables: Sequence[tuple[str, CommittedRecords]],
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> VerifyReport:
     """Checks every slot of ``tables`` (name, table; the last commit's first); shared slots are read once. ``progress`` is
     called with the bytes checked and in all.

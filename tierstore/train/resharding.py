@@ -30,7 +30,7 @@ from tierstore.model.store_schema import EXPERT_SCHEMA, STATE_KEY, expert_key
 from tierstore.parallel import ExpertBlocks
 from tierstore.parallel.config import RowPlacement
 from tierstore.parallel.layout import Layout
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.store.adamw import convert_moments
 from tierstore.store.config import StoreConfig
 from tierstore.store.disk.extents import ahead_bytes, scratch_buffers
@@ -73,7 +73,7 @@ def reshard(
     source: Path,
     target: Path,
     layout: Layout | None = None,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
     *,
     embedding: RowPlacement | None = None,
     head: RowPlacement | None = None,

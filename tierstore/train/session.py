@@ -38,7 +38,7 @@ from tierstore.prefetch.experts import ExpertTiers, FrozenExperts, TieredExperts
 from tierstore.prefetch.lora import LoraExperts
 from tierstore.prefetch.plan import StepTiming, group_order
 from tierstore.prefetch.predictor import Predictor, PredictorName, make_predictor
-from tierstore.stats import Cause, OnProgress
+from tierstore.stats import Cause, OnProgress, no_progress
 from tierstore.store.config import StoreConfig
 from tierstore.store.core import StoreCore
 from tierstore.store.disk.home import rank_directory, rank_stripe
@@ -85,9 +85,9 @@ def open_session(
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
     accepted: Callable[[MemoryAccount], None] = lambda account: None,
-    tokenising: OnProgress = lambda done, total: None,
-    populating: OnProgress = lambda done, total: None,
-    creating: OnProgress = lambda done, total: None,
+    tokenising: OnProgress = no_progress,
+    populating: OnProgress = no_progress,
+    creating: OnProgress = no_progress,
 ) -> Iterator[Trainer]:
     """A trainer over ``config.store``. It is closed at exit in any case; uncommitted steps are lost.
 
@@ -141,9 +141,9 @@ def open_parts(
     timeline: TimelineSink | None = None,
     io_log: Path | None = None,
     accepted: Callable[[MemoryAccount], None] = lambda account: None,
-    tokenising: OnProgress = lambda done, total: None,
-    populating: OnProgress = lambda done, total: None,
-    creating: OnProgress = lambda done, total: None,
+    tokenising: OnProgress = no_progress,
+    populating: OnProgress = no_progress,
+    creating: OnProgress = no_progress,
 ) -> Iterator[SessionParts]:
     """The parts of ``open_session``'s trainer, closed at exit; ``loop`` drives them."""
     setup = prepare(config, opening, loop, mesh, timeline or NullTimeline(), tokenising)

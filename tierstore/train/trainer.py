@@ -22,7 +22,7 @@ from tierstore import _native
 from tierstore.accelerator import read
 from tierstore.model.interface import Batch, ModelOutput, active_experts
 from tierstore.model.stage import StageModule
-from tierstore.stats import Cause, OnProgress, Tier
+from tierstore.stats import Cause, OnProgress, Tier, no_progress
 from tierstore.tiers import describe_weights, weights_in_place
 from tierstore.timeline import Track
 from tierstore.train.data import TrainingData
@@ -272,7 +272,7 @@ def _mean(losses: Sequence[float]) -> float:
 def records_checksum(
     trainer: Trainer,
     *,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """CRC-32C over every record's content in key order; for several ranks, the CRC-32C of their checksums in rank order.

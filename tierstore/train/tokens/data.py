@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError, DataError
 from tierstore.machine import return_freed_memory
 from tierstore.model.interface import IGNORED, Batch
 from tierstore.moe.seeds import derive_seed
-from tierstore.stats import OnProgress
+from tierstore.stats import OnProgress, no_progress
 from tierstore.train.data import TextData, permute
 from tierstore.train.files import DataConfig, DataFormat, Packing, text_files
 from tierstore.train.tokens.making import check_vocabulary, find_tokens, tokenise
@@ -358,7 +358,7 @@ def open_data(
     together: str = "",
     first: bool = True,
     barrier: Callable[[], None] = lambda: None,
-    progress: OnProgress = lambda done, total: None,
+    progress: OnProgress = no_progress,
 ) -> TextData | TokenData:
     """Opens the training data of ``config``.
 
