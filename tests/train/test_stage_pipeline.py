@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from test_rank_kills import check_death
 
 from tierstore.errors import StoreFormatError
 from tierstore.parallel import ParallelConfig
+from tierstore.parallel.layout import local_environments
 from tierstore.plan.order import choose_order
 from tierstore.train.files import MicroOrder
 from tierstore.train.ranks import Opening
@@ -144,6 +148,45 @@ def test_a_timeline_shows_each_pass_of_a_stage(ranks: Ranks, settings: Make, tmp
 
 
 # What is refused --------------------------------------------------------------------------------------------
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tierstore.config import load
+from tierstore.parallel import launch
+from tierstore.train.config import TrainConfig
+from tierstore.train.ranks import Opening
+from tierstore.train.session import open_session
+
+config = load(TrainConfig, None, json.loads(sys.argv[1]))
+with (
+    launch(config.parallel, device="cpu") as mesh,
+    open_session(config, Opening.CREATE, mesh=mesh) as trainer,
+):
+    trainer.step()
+left = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+assert not any("gloo" in name for name in left), left
+"""
+
+
+@pytest.mark.slow
+def test_no_thread_of_a_communicator_outlives_it(settings: Make) -> None:
+    """One that still frees a tensor while the interpreter ends aborts the process. These processes start afresh: torch keeps
+    the world's communicator if what stages use of it is imported after the world was made.
+    """
+    given = json.dumps(settings({"parallel.stages": 2, "data.micro_batches": 2}), default=str)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, given],
+            env={**os.environ, **place, "PYTHONHASHSEED": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in local_environments(2)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
 
 
 def test_auto_takes_micro_order(settings: Make) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -175,6 +176,9 @@ def _join(config: ParallelConfig, environment: RankEnvironment, device: torch.de
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
+    # Pipeline stages import it. Its functions take the world as their default group if there is one when they are defined,
+    # and then keep it, so that its threads never end.
+    import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
     try:
         store = meeting_store(environment, config.timeout_s)

@@ -114,7 +114,9 @@ def open_session(
         contextlib.closing(ThreadTimes()) as threads,
     ):
         assert parts.data is not None
-        yield Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
+        trainer = Trainer(parts, parts.data, StepTimer(parts.ledger, threads, stolen_while_running()))
+        with contextlib.nullcontext() if trainer.stages is None else contextlib.closing(trainer.stages):
+            yield trainer
 
 
 class SessionWatch(Protocol):

@@ -47,7 +47,7 @@ _BESIDE = 2
 
 
 class StagePipeline:
-    """Takes the micro-batches of steps through this rank's stage. Owns nothing. One thread.
+    """Takes the micro-batches of steps through this rank's stage, until ``close``. One thread.
 
     ``agree`` returns the loss of the last stage's output over all data ranks, None if it is not finite; a collective of
     the stage.
@@ -75,6 +75,13 @@ class StagePipeline:
         #: The most micro-batches whose activations were held at a time, and the passes of the last step.
         self.most_held = 0
         self.log: list[MicroPass] = []
+
+    def close(self) -> None:
+        """Drops the communicator, whose threads end with its last reference; no step is possible afterwards."""
+        if self._driver is not None:
+            # torch's stage and schedule refer to each other, so that they would keep it until a garbage collection.
+            self._driver[1].group = None
+            self._driver = None
 
     def run(
         self, step: OpenStep, position: int, batches: Sequence[Batch]
