@@ -180,11 +180,9 @@ def local_environments(count: int) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    """
-    A TCP port on which no process of this machine listens, for a server that starts later.
-
-    It is none of those that the kernel gives to sockets that ask for any (on Linux 32,768 and above), so that no
-    connection takes it before the server does. Raises OSError when all that were tried are taken.
+    """A TCP port on which no process of this machine listens, for a server that starts later. The kernel gives no such port
+    to a socket that asks for any (on Linux it gives those from 32,768 on), so that no connection takes it before the server
+    does. Raises OSError when all that were tried are taken.
     """
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET

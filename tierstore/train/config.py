@@ -60,7 +60,7 @@ class ScheduleConfig:
     lr: float | None = key(
         None,
         f"highest learning rate (none: {_LR:g}; above width {_LR_WIDTH}, {_LR * _LR_WIDTH:g} / width; "
-        f"with over {_LR_BLOCKS} blocks, by sqrt({_LR_BLOCKS} / blocks) less)",
+        f"with more than {_LR_BLOCKS} blocks, that times sqrt({_LR_BLOCKS} / blocks))",
     )
     warmup_steps: int = key(10, "steps of linear warm-up")
     total_steps: int | None = key(None, "step at which the decay ends (none: steps of the first run)")
