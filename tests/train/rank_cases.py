@@ -79,6 +79,7 @@ def train(
             norms.append(result.grad_norm)
             if commit_every and trainer.state.position % commit_every == 0:
                 trainer.commit()
+                mesh.world.barrier()  # an opening takes back a commit that only some ranks made
                 steps_note(config.store).touch()
         trainer.commit()
         return losses, norms, trainer.store.records_crc32c()
