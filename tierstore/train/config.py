@@ -31,7 +31,7 @@ from tierstore.train.tasks import Assignment, TaskConfig, TaskRows, assign, chec
 RUN_STEPS = 60
 _HOST_BUDGET = 256 << 20
 #: The highest learning rate by default, for models up to this width and number of blocks. It falls in inverse proportion to
-#: a larger width, and to the root of more blocks.
+#: a larger width, and to more blocks.
 _LR, _LR_WIDTH, _LR_BLOCKS = 2e-3, 256, 4
 
 
@@ -53,14 +53,14 @@ class ScheduleConfig:
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and after. ``total_steps`` None: the ``steps``
     with which the run began (``over``), or ``RUN_STEPS`` without a run. ``lr`` None: by the shape of the model, so that
     a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V),
-    and projections onto the residual stream, whose first weights fall with the root of the depth, at every depth.
+    and so that the changes of all blocks' outputs, which add up in the residual stream, do so at every depth.
     """
 
     kind: LearningRateDecay = key(LearningRateDecay.COSINE, "decay of the learning rate")
     lr: float | None = key(
         None,
         f"highest learning rate (none: {_LR:g}; above width {_LR_WIDTH}, {_LR * _LR_WIDTH:g} / width; "
-        f"with more than {_LR_BLOCKS} blocks, that times sqrt({_LR_BLOCKS} / blocks))",
+        f"with more than {_LR_BLOCKS} blocks, that times {_LR_BLOCKS} / blocks)",
     )
     warmup_steps: int = key(10, "steps of linear warm-up")
     total_steps: int | None = key(None, "step at which the decay ends (none: steps of the first run)")
@@ -86,7 +86,7 @@ class ScheduleConfig:
             total_steps = recorded if isinstance(recorded, int) else steps
         if lr is None:
             recorded = (began or {}).get("lr")
-            by_shape = _LR * min(1.0, _LR_WIDTH / width) * math.sqrt(min(1.0, _LR_BLOCKS / blocks))
+            by_shape = _LR * min(1.0, _LR_WIDTH / width) * min(1.0, _LR_BLOCKS / blocks)
             lr = recorded if isinstance(recorded, float) else by_shape
         return replace(self, total_steps=total_steps, lr=lr)
 
