@@ -96,16 +96,21 @@ def test_few_numbers_of_rows_are_left(count: int) -> None:
     assert padded % 16 == 0
 
 
-class _Products(TorchDispatchMode):
-    """The sizes of all matrix products."""
+class _Launches(TorchDispatchMode):
+    """The operations that a device would launch, those that neither make a view nor take memory alone; and the sizes of all
+    matrix products.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.names: list[str] = []
         self.sizes: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not func.is_view and func.overloadpacket is not torch.ops.aten.new_empty:
+            self.names.append(func.overloadpacket.__name__)
         if func.overloadpacket is torch.ops.aten.mm:
             self.sizes.update(size for each in args for size in each.shape)
         return func(*args, **(kwargs or {}))
@@ -129,30 +134,15 @@ def test_padded_products_have_few_shapes_and_the_same_bits_when_recomputed(
         source = _Source(flat)
         call = ExpertPass(0, shape, source, plan, LocalRows(plan, plan.experts), Weighting.BY_EXPERT, save)
         x, weight = x_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
-        with _Products() as products:
+        with _Launches() as launches:
             y = compute_experts(x, weight, call)
             y.backward(torch.ones_like(y))
-        assert products.sizes == {3, 16, 32, 48, 8, 24}
+        assert launches.sizes == {3, 16, 32, 48, 8, 24}
         with torch.no_grad():
             assert torch.equal(compute_experts(x, weight, call), y)
         found.append((y, x.grad, weight.grad, source.grads))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
-
-
-class _Launches(TorchDispatchMode):
-    """The operations that a device would launch: those that neither make a view nor take memory alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not func.is_view and func.overloadpacket is not torch.ops.aten.new_empty:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

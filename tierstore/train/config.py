@@ -53,7 +53,7 @@ class ScheduleConfig:
     ``warmup_steps`` to ``lr * min_lr_fraction`` at step ``total_steps`` and after. ``total_steps`` None: the ``steps``
     with which the run began (``over``), or ``RUN_STEPS`` without a run. ``lr`` None: by the shape of the model, so that
     a step changes the outputs of its matrices by the same fraction at every width (Yang et al. 2022, Tensor Programs V),
-    and so that the changes of all blocks' outputs, which add up in the residual stream, do so at every depth.
+    and the residual stream, in which the changes of all blocks add up, by the same fraction at every depth.
     """
 
     kind: LearningRateDecay = key(LearningRateDecay.COSINE, "decay of the learning rate")
