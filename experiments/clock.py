@@ -77,12 +77,15 @@ _FAST = 1 << 50
 
 
 class Timed(NamedTuple):
-    """An operation of ``resource`` that takes ``seconds``; ``node``: the index of what it is part of."""
+    """An operation of ``resource`` that takes ``seconds``; ``node``: the index of what it is part of. ``due``: as in
+    ``Occupying``; of what the engine may leave until it is idle, the index of the first node that needs it.
+    """
 
     resource: str
     seconds: float
     after: tuple[int, ...]
     node: int
+    due: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,17 @@ def timed(nodes: Sequence[Node], on: Machine) -> Run[Timed]:
     """
     operations: list[Timed] = []
     last: list[int] = []
+    needed: dict[int, int] = {}  # by node, the first one that follows it
+    for index, node in enumerate(nodes):
+        needed.update((before, index) for before in node.after if before not in needed)
     for index, node in enumerate(nodes):
         after = tuple(last[before] for before in node.after)
         waits = after if node.stream == HOST else ()
         operations.append(Timed("host", on.host(index), waits, index))
         if node.stream != HOST:
             resource, seconds = on.work(node)
-            operations.append(Timed(resource, seconds, (len(operations) - 1, *after), index))
+            due = needed.get(index, len(nodes)) if node.what.startswith("engine idle") else 0
+            operations.append(Timed(resource, seconds, (len(operations) - 1, *after), index, due))
         last.append(len(operations) - 1)
     return simulate(operations, lambda each: each.seconds, in_order=["host"])
 
@@ -158,7 +165,7 @@ def steady(nodes: Sequence[Node], run: Run[Timed]) -> Step:
     adamw = 0.0
     for each in run.operations[begin + 1 : end + 1]:
         busy[each.resource] += each.seconds / count  # type: ignore[assignment]
-        if nodes[each.node].what == "engine adamw" and each.resource == "host memory":
+        if nodes[each.node].what.endswith("adamw") and each.resource == "host memory":
             adamw += each.seconds / count
     for index in run.critical_path(end):
         inside = run.ended[index] - max(run.begun[index], run.ended[begin])

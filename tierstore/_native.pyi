@@ -301,7 +301,8 @@ class MapSync(enum.Enum):
 
 class Priority(enum.Enum):
     """
-    DEMAND passes ahead of everything queued; the others go in order of arrival.
+    DEMAND passes ahead of everything queued; the others go in order of arrival, but IDLE work
+    only when a compute thread has no other, the last queued first.
     """
 
     DEMAND = 0
@@ -309,6 +310,8 @@ class Priority(enum.Enum):
     SPECULATIVE = 1
 
     WRITE_BACK = 2
+
+    IDLE = 3
 
 class Meter:
     """

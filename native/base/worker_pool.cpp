@@ -22,7 +22,11 @@ WorkerPool::~WorkerPool() { close(); }
 void WorkerPool::submit(std::function<void()> task, Urgency urgency) {
     {
         std::lock_guard lock(mutex_);
-        (urgency == Urgency::Urgent ? urgent_ : normal_).push_back(std::move(task));
+        switch (urgency) {
+            case Urgency::Urgent: urgent_.push_back(std::move(task)); break;
+            case Urgency::Normal: normal_.push_back(std::move(task)); break;
+            case Urgency::Idle: idle_.push_back(std::move(task)); break;
+        }
     }
     wake_.notify_one();
 }
@@ -37,19 +41,30 @@ void WorkerPool::close() {
     threads_.clear();
 }
 
+std::function<void()> WorkerPool::take() {
+    std::function<void()> task;
+    if (!urgent_.empty() || !normal_.empty()) {
+        auto& queue = urgent_.empty() ? normal_ : urgent_;
+        task = std::move(queue.front());
+        queue.pop_front();
+    } else if (!idle_.empty()) {
+        task = std::move(idle_.back());
+        idle_.pop_back();
+    }
+    return task;
+}
+
 void WorkerPool::work() {
     prepare_thread("tierstore-work");
     if (on_start_) on_start_();
     std::unique_lock lock(mutex_);
     for (;;) {
-        auto& queue = urgent_.empty() ? normal_ : urgent_;
-        if (queue.empty()) {
+        auto task = take();
+        if (!task) {
             if (closing_) return;
             wake_.wait(lock);
             continue;
         }
-        auto task = std::move(queue.front());
-        queue.pop_front();
         lock.unlock();
         task();
         task = nullptr;  // what it owns goes before the next wait, and outside the lock

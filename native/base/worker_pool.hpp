@@ -1,4 +1,4 @@
-// A fixed number of threads that run tasks by urgency, then in order of arrival.
+// A fixed number of threads that run tasks by urgency.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,8 @@
 
 namespace tierstore {
 
-enum class Urgency { Normal, Urgent };
+// Urgent and normal tasks run in order of arrival. Idle ones run when there are no others, the last to arrive first.
+enum class Urgency { Idle, Normal, Urgent };
 
 // Tasks must not throw and must not wait for one another. close() joins the threads; the destructor calls it, and
 // must not be that of a static object, since the threads' own data may be gone by then.
@@ -32,11 +33,14 @@ public:
 
 private:
     void work();
+    // Called with the mutex held; empty: nothing is queued.
+    std::function<void()> take();
 
     std::mutex mutex_;  // guards everything below but threads_
     std::condition_variable wake_;
     std::deque<std::function<void()>> urgent_;
     std::deque<std::function<void()>> normal_;
+    std::vector<std::function<void()>> idle_;
     bool closing_ = false;
     std::function<void()> on_start_;
     std::vector<std::thread> threads_;

@@ -41,11 +41,14 @@ void bind_io(nb::module_& m) {
         .value("OFF", MapSync::Off)
         .value("AUTO", MapSync::Auto)
         .value("ON", MapSync::On);
-    nb::enum_<Priority>(m, "Priority",
-                        "DEMAND passes ahead of everything queued; the others go in order of arrival.")
+    nb::enum_<Priority>(
+        m, "Priority",
+        "DEMAND passes ahead of everything queued; the others go in order of arrival, but IDLE work\n"
+        "only when a compute thread has no other, the last queued first.")
         .value("DEMAND", Priority::Demand)
         .value("SPECULATIVE", Priority::Speculative)
-        .value("WRITE_BACK", Priority::WriteBack);
+        .value("WRITE_BACK", Priority::WriteBack)
+        .value("IDLE", Priority::Idle);
 
     nb::class_<Held<Meter>>(
         m, "Meter",

@@ -15,7 +15,11 @@ namespace tierstore {
 namespace {
 
 Urgency urgency(Priority priority) {
-    return priority == Priority::Demand ? Urgency::Urgent : Urgency::Normal;
+    switch (priority) {
+        case Priority::Demand: return Urgency::Urgent;
+        case Priority::Idle: return Urgency::Idle;
+        default: return Urgency::Normal;
+    }
 }
 
 }  // namespace
@@ -199,13 +203,20 @@ void Engine::start(Operation& operation, Remains& remains) {
             timer_->at(operation.slot.patient_end_ns, [this, ticket] { on_time(ticket); });
         }
     } else if (operation.kind == Kind::Compute) {
-        for (size_t part = 0; part < operation.parts.size(); ++part)
-            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
+        send_parts(operation);
     } else if (operation.kind == Kind::Write && needs_seal(operation.transfer)) {
         pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
     } else {
         send(operation);
     }
+}
+
+// Sends the parts that no thread has taken.
+void Engine::send_parts(const Operation& operation) {
+    const Ticket ticket = operation.ticket;
+    for (size_t part = 0; part < operation.parts.size(); ++part)
+        if (operation.parts[part])
+            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
 }
 
 void Engine::send(Operation& operation) {
@@ -238,12 +249,19 @@ Engine::Operation* Engine::begin(Ticket ticket) {
 
 // On a compute thread, without the mutex.
 void Engine::run_compute(Ticket ticket, size_t part) {
-    Operation* operation = begin(ticket);
-    if (!operation) return;
+    Work work;
+    Operation* operation;
+    {
+        std::lock_guard lock(mutex_);
+        operation = find(ticket);
+        if (operation) work = std::exchange(operation->parts[part], nullptr);
+        if (!work) return;  // cancelled, or taken when it was queued with another urgency
+        operation->state = State::Running;
+    }
     const uint64_t started = monotonic_ns();
     FailurePtr failure;
     try {
-        operation->parts[part]();
+        work();
     } catch (...) {
         failure = current_failure();
     }
@@ -470,6 +488,7 @@ void Engine::promote_locked(Ticket ticket) {
         operation->priority = Priority::Demand;
         if (operation->in_backend) backend_->promote(operation->ticket);
         if (operation->kind == Kind::Hold && operation->state == State::Queued) hold_urgently(*operation);
+        if (operation->kind == Kind::Compute && operation->state != State::Waiting) send_parts(*operation);
         todo.insert(todo.end(), operation->after.begin(), operation->after.end());
     }
 }

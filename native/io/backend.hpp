@@ -20,8 +20,9 @@ enum class IoBackend { Auto, Uring, Threads, Pmem };  // each has a row of kIoBa
 // Punch returns the blocks of a range, which then reads as zeros.
 enum class IoKind { Read, Write, Sync, Punch };
 
-// The urgency of an operation. Demand passes everything queued; the other two are served in order of arrival.
-enum class Priority { Demand, Speculative, WriteBack };
+// The urgency of an operation. Demand passes everything queued; the others are served in order of arrival, but Idle work
+// of a compute thread only when it has no other, the last queued first.
+enum class Priority { Demand, Speculative, WriteBack, Idle };
 
 struct IoResult {
     FailurePtr failure;       // null: every byte was transferred, or the sync succeeded

@@ -150,7 +150,7 @@ private:
         const size_t to = pick(random_, kCells);
         const size_t from = (to + 1 + pick(random_, kCells - 1)) % kCells;
         const size_t index = pick(random_, kSlots);
-        const auto priority = static_cast<Priority>(pick(random_, 3));
+        const auto priority = static_cast<Priority>(pick(random_, 4));
         Ticket ticket = 0;
         switch (pick(random_, 10)) {
             case 0:

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -293,6 +294,40 @@ def test_waiting_for_what_is_speculative_makes_it_urgent(
     engine.close()
     order = [entry.ticket for entry in events() if entry.event is Event.WRITE_DONE]
     assert order.index(queued[90]) <= 2
+
+
+def test_idle_work_runs_when_there_is_no_other_the_last_first(make_engine: MakeEngine) -> None:
+    """One thread, busy with long copies while everything else is queued. What is promoted, or urgently followed, passes
+    ahead of the rest.
+    """
+    idle, normal = native.Priority.IDLE, native.Priority.SPECULATIVE
+    for nbytes in (8 << 20, 64 << 20, 512 << 20):
+        engine = make_engine(compute_threads=1)
+        engine.record_spans(100)
+        memory = native.Arena(2 * nbytes, native.HugePages.OFF)
+        halves = [native.Buffer(memory, [(start, nbytes)], nbytes) for start in (0, nbytes)]
+        arena = native.Arena(4096 * 7, native.HugePages.OFF)
+        pages = [frame(arena, index) for index in range(7)]
+        busy = [engine.copy(halves[0], halves[1]) for _ in range(4)]
+        first, second, third, promoted, followed, speculated = (
+            engine.fill_zero(page, priority=priority)
+            for page, priority in zip(pages, [*[idle] * 5, normal], strict=False)
+        )
+        follower = engine.barrier([followed])
+        engine.promote(promoted)
+        demanded = engine.fill_zero(pages[-1])
+        queued_in_time = not engine.done(busy[0])
+        engine.wait(follower)
+        while engine.stats()["in_flight"]:  # waiting for idle work would make it urgent
+            time.sleep(0.001)
+        spans, lost = engine.drain_spans()
+        assert not lost
+        order = [span[2] for span in sorted(spans, key=lambda span: span[3])]
+        assert len(order) == len(set(order)) == 11  # none ran twice
+        if queued_in_time:
+            assert order == [*busy, followed, promoted, demanded, speculated, third, second, first]
+            return
+    pytest.fail("the copies were over before all was queued")
 
 
 def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:

@@ -147,12 +147,14 @@ def test_fusion_buffers_do_not_grow_with_depth(setting: Make) -> None:
 
 
 def test_a_cuda_device_has_memory_of_its_own(setting: Make) -> None:
-    here = setting()
-    taken = capacity(replace(here, device=DeviceKind.CUDA))
-    assert taken.term("expert cache").nbytes == here.config.host_budget - taken.divided.landing
-    slots = taken.divided.slots
-    assert taken.term("expert slots").nbytes == slots.nbytes
-    assert taken.term("gradient landing").nbytes == slots.gradients * slots.gradient_bytes
+    for budget, spare in ((400_000, 0), (1 << 24, 12)):
+        here = setting({"host_budget": budget})
+        taken = capacity(replace(here, device=DeviceKind.CUDA))
+        assert taken.term("expert cache").nbytes == budget - taken.divided.landing
+        slots = taken.divided.slots
+        assert taken.term("expert slots").nbytes == slots.nbytes
+        assert slots.spare == spare
+        assert taken.term("gradient landing").nbytes == (slots.gradients + spare) * slots.gradient_bytes
 
 
 def test_experts_take_what_is_free_on_a_device(setting: Make) -> None:

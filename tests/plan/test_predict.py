@@ -24,9 +24,9 @@ from tierstore.tiers.slots import DeviceKind
 # Simulated runs: by hand, against bounds, and against a naive loop over clock ticks -------------------------
 
 
-def op(kind: Kind, seconds: int, *after: int, position: int = 0) -> Operation:
+def op(kind: Kind, seconds: int, *after: int, position: int = 0, due: int = 0) -> Operation:
     """An operation whose bytes are its seconds."""
-    return Operation(kind, position, seconds, after)
+    return Operation(kind, position, seconds, after, due)
 
 
 def lasting(operation: Operation) -> float:
@@ -82,6 +82,18 @@ def test_a_disk_serves_in_the_order_of_asking() -> None:
     assert list(simulate(listed, lasting).begun) == [0, 5, 8, 0]
 
 
+def test_what_may_wait_is_served_last_by_its_due() -> None:
+    """While the first step lasts (3), two that may wait become ready, and after them a fourth that may not."""
+    listed = [
+        op(Kind.EXPERT_STEP, 3),
+        op(Kind.EXPERT_STEP, 1, due=9),
+        op(Kind.EXPERT_STEP, 1, due=8),
+        op(Kind.DENSE, 2),
+        op(Kind.EXPERT_STEP, 1, 3),
+    ]
+    assert list(simulate(listed, lasting).begun) == [0, 5, 4, 0, 3]
+
+
 def test_steps_are_measured_once_they_have_settled() -> None:
     """The first step fetches for 10, later ones find all there: 1 each."""
     listed = [op(Kind.FETCH, 10)]
@@ -126,7 +138,9 @@ def ticks(listed: Sequence[Operation]) -> list[int]:
                 if resource in IN_ORDER:
                     waiting = waiting[:1] if waiting and waiting[0] in ready else []
                 else:
-                    waiting = sorted((i for i in waiting if i in ready), key=lambda i: (ready[i], i))
+                    waiting = sorted(
+                        (i for i in waiting if i in ready), key=lambda i: (listed[i].due, ready[i], i)
+                    )
                 if waiting and not any(i in left for i in mine):
                     begun.add(waiting[0])
                     left[waiting[0]] = listed[waiting[0]].nbytes
@@ -142,7 +156,7 @@ def graphs(draw: st.DrawFn) -> list[Operation]:
     for index in range(draw(st.integers(1, 14))):
         after = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         kind = draw(st.sampled_from(list(Kind)))
-        listed.append(op(kind, draw(st.integers(1, 5)), *after))
+        listed.append(op(kind, draw(st.integers(1, 5)), *after, due=draw(st.integers(0, 2))))
     return listed
 
 

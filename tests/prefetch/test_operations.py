@@ -207,6 +207,33 @@ def test_a_gradient_keeps_its_slot_until_it_was_stepped() -> None:
     assert stepped in listed[second].after
 
 
+def test_steps_of_spare_gradients_wait_for_the_next_forward_pass() -> None:
+    """Two layers of two experts, and spare buffers for three gradients: those of the second layer and one of the first
+    give their slots back once they have left, and their experts' next copies follow their steps.
+    """
+
+    def leaving(item: Pass) -> PassSizes:
+        return PassSizes(experts=2, to_host=8 if item.phase is Phase.BACKWARD else 0)
+
+    schedule = Schedule(units=(Unit("b", 0, 0), Unit("c", 0, 1)), vertical=QueueLimits(0))
+    found = operations(schedule, leaving, steps=2, gradient_slots=1, spare=3)
+    count = len(schedule.passes)
+    steps = [i for i, op in enumerate(found) if op.kind is Kind.EXPERT_STEP and op.position < count]
+    assert [found[i].due for i in steps] == [count + 1, count + 1, count, 0]
+    loads = [op for op in found if op.kind is Kind.LOAD and count <= op.position < count + 2]
+    assert [[i for i in op.after if i in steps] for op in loads] == [[steps[2]], [], [steps[0]], [steps[1]]]
+    computed = [op for op in found if op.kind is Kind.EXPERT and op.position in (2, 3)]
+    left = [i for i, op in enumerate(found) if op.kind is Kind.COPY_TO_HOST]
+    assert [[i for i in op.after if i in (*steps, *left)] for op in computed] == [
+        [],
+        [left[0]],
+        [left[1]],
+        [left[2]],
+    ]
+    again = next(op for op in found if op.kind is Kind.EXPERT and op.position == count + 2)
+    assert steps[3] in again.after  # a slot without a spare buffer waits for its step
+
+
 def test_what_is_evicted_was_stepped() -> None:
     """Two layers, looking one pass ahead: what is asked for at the beginning of a pass evicts what earlier ones have
     stepped.

@@ -182,12 +182,18 @@ public:
         return true;
     }
 
-    // False where no pinned memory begins there. A copy of it that this thread has not waited for is a violation.
+    // False where no pinned memory begins there. A copy of it that this thread has not waited for is a violation. The
+    // engine's threads may go on: registered or not, the memory is there for them.
     bool unpin(uintptr_t begin) {
         std::lock_guard lock(mutex_);
         auto found = pinned_.find(begin);
         if (found == pinned_.end()) return false;
         tick(host());
+        for (uintptr_t page = begin / PAGE; page * PAGE < begin + found->second; ++page)
+            if (auto accesses = pages_.find(page); accesses != pages_.end())
+                std::erase_if(accesses->second, [&](const Access& each) {
+                    return std::find(lanes_.begin(), lanes_.end(), each.line) != lanes_.end();
+                });
         touch(host(), timelines_[host()].clock, "unpin", {{begin, found->second, Mode::WRITE}});
         drop(begin, found->second);
         pinned_.erase(found);

@@ -372,6 +372,18 @@ def memory_is_unpinned_when_no_copy_is_under_way() -> None:
 
 
 @case
+def memory_is_unpinned_while_the_engine_goes_on() -> None:
+    with Host() as host:
+        gate = host.engine.external()
+        filled = host.engine.fill_zero(host.buffers[0], after=[gate])
+        host.engine.complete_external(gate)
+        while not host.engine.stats()["compute_ops"]:  # over, but nobody has asked
+            pass
+    assert not raced()
+    assert filled
+
+
+@case
 def registration_fails_as_on_cuda() -> None:
     with Host() as host:
         assert simulated.registration.cudaHostRegister(host.arena.address + BYTES, BYTES, 0) == 712

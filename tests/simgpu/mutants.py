@@ -40,6 +40,8 @@ _BOUNDARIES = "tierstore/train/boundaries.py"
 _MICRO = {"data.micro_batches": 2, "data.micro_order": "micro"}
 _LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 _TIGHT = {"host_budget": 200_000, "model.experts": 8}
+#: All records fit, and no memory is left for spare buffers.
+_NO_SPARE = {"host_budget": 320_000}
 #: Experts are read in every pass, and no read has finished when the copy that needs it is queued.
 _SLOW_READS = _TIGHT | {"links.disk.latency": 0.01}
 _GUARDED = "            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
@@ -132,8 +134,9 @@ MUTANTS = [
     Mutant(
         "a host buffer is free at once",
         _HOST_BUFFERS,
-        "self._free.append((buffer, list(after)))",
-        "self._free.append((buffer, []))",
+        "self._free[spare].append((buffer, list(after)))",
+        "self._free[spare].append((buffer, []))",
+        _NO_SPARE,
         pinned=True,
     ),
     Mutant(
@@ -158,10 +161,24 @@ MUTANTS = [
         pinned=True,
     ),
     Mutant(
+        "a step that may wait does not follow the copy",
+        _GRADIENTS,
+        "number=step, after=after, priority",
+        "number=step, after=[], priority",
+        pinned=True,
+    ),
+    Mutant(
+        "the norm of a gradient whose step may wait does not follow the copy",
+        _GRADIENTS,
+        "self._square(record, copied, self._dtype, after)",
+        "self._square(record, copied, self._dtype, [])",
+        pinned=True,
+    ),
+    Mutant(
         "the norm of a kept gradient does not follow its sum",
         _GRADIENTS,
-        "record.number, after=list(after))",
-        "record.number, after=[])",
+        "record.number, dtype, after=after)",
+        "record.number, dtype, after=[])",
         {**_MICRO, "clip_norm": 0.5},
     ),
     Mutant(
@@ -177,6 +194,7 @@ MUTANTS = [
         _GRADIENTS,
         "reading = [ticket]",
         "reading = []",
+        settings=_NO_SPARE,
         pinned=True,
     ),
     Mutant(

@@ -98,6 +98,7 @@ class Node(NamedTuple):
     ``stream``: the device's stream; HOST, the thread itself; ENGINE, its ``ticket``. ``operations``: of floating point, in
     products. ``nbytes``: what a kernel reads and writes, a copy or a collective moves, the engine reads and writes of host
     memory or of files. ``begin_ns``, ``end_ns``: when the thread did it (CLOCK_MONOTONIC), and a stream's work with it.
+    What an engine may leave until it has nothing more urgent is called ``engine idle ...``.
     """
 
     what: str
@@ -406,7 +407,9 @@ def recording_engine() -> type[Any]:
             both = name in ("adamw", "accumulate")
             nbytes = sum(size * (1 + (both and written)) for _, size, written in spans)
             nbytes = args[1] if name == "hold" else nbytes
-            _native.record_ticket(f"engine {name}", self.number, ticket, list(after), nbytes, begun_ns)
+            idle = options.get("priority") is tierstore_native.Priority.IDLE
+            what = f"engine {'idle ' if idle else ''}{name}"
+            _native.record_ticket(what, self.number, ticket, list(after), nbytes, begun_ns)
             return ticket
 
         return operation

@@ -51,9 +51,11 @@ def test_stepped_experts_are_copied_before_the_next_forward_pass(
     simulated_ranks: Ranks, tmp_path: Path, text: Path
 ) -> None:
     """With a slot for each of 12 experts, the step queues the copies that the next forward pass needs, but the last one,
-    because a slot is left for the expert that is being computed. Without lookahead the forward pass queues all.
+    because a slot is left for the expert that is being computed. Without lookahead the forward pass queues all. If six
+    gradients have spare buffers, their experts' copies are left to the forward pass: a copy would make a step urgent.
     """
     found = [
-        simulated_ranks.run(1, uploads, tmp_path / f"{depth}", 12, str(text), depth)[0] for depth in (0, 1)
+        simulated_ranks.run(1, uploads, tmp_path / f"{depth} {budget}", 12, str(text), depth, budget)[0]
+        for depth, budget in ((0, 320_000), (1, 320_000), (1, 4 << 20))
     ]
-    assert [(copied, later) for copied, _, _, later in found] == [(12, 12), (12, 1)]
+    assert [(copied, later) for copied, _, _, later in found] == [(12, 12), (12, 1), (12, 6)]

@@ -83,11 +83,14 @@ def train(mesh: Mesh, store: Path, settings: Mapping[str, Any], text: str) -> Tr
     return (losses, evaluated, crc), simulated.violations() if simulating else {}, counts
 
 
-def uploads(mesh: Mesh, store: Path, slots: int, text: str, depth: int = 0) -> tuple[int, int, int, int]:
+def uploads(
+    mesh: Mesh, store: Path, slots: int, text: str, depth: int = 0, host_budget: int = 4 << 20
+) -> tuple[int, int, int, int]:
     """What a step copies to a device with ``slots``, if each pass reaches all 12 experts: experts, and all bytes. Also an
     expert's bytes, and the experts that a forward pass after the step copies.
     """
     settings = {**TINY, "model.top_k": TINY["model.experts"], "prefetch.depth": depth, "data.paths": (text,)}
+    settings["host_budget"] = host_budget
     numel = load(TrainConfig, None, settings).model.expert_shape.numel
     nbytes = DeviceSlots(numel, torch.float32, slots, min(slots, 3)).nbytes
     config = load(TrainConfig, None, {**settings, "device_budget": nbytes, "store": store})
@@ -115,9 +118,9 @@ def train_holding(
     def slots(*args: Any) -> list[DeviceSlots[ComputeDtype]]:
         return [replace(each, gradient=gradient) for each in divide(*args)]
 
-    def copy_to_host(tier: AcceleratedTier, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(tier: AcceleratedTier, slot: int, **options: bool) -> tuple[Buffer, list[int]]:
         nonlocal left
-        buffer, after = leave(tier, slot)
+        buffer, after = leave(tier, slot, **options)
         left += buffer.nbytes
         return buffer, after
 

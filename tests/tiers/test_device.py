@@ -286,6 +286,42 @@ def test_weights_are_computed_with_in_place_where_the_cpu_computes() -> None:
             weights_in_place(Capability.ON, device, link)
 
 
+@pytest.mark.parametrize("faked", [False, True])
+def test_spare_buffers_are_beside_the_others(faked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot, and a buffer of each kind: a gradient in the spare one, which is still read, holds up only the next one
+    that is to go there.
+    """
+    slots = DeviceSlots(NUMEL, torch.float32, weights=1, gradients=1, spare=1)
+    assert slots.host_bytes == 2 * slots.gradient_bytes
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(Engine())
+        tier: DeviceTier
+        if faked:
+            stack.enter_context(_faked(monkeypatch))
+            tier = accelerated.AcceleratedTier(engine, slots, torch.device("cpu"), HugePages.OFF)
+        else:
+            tier = open_device_tier(engine, slots, torch.device("cpu"), HugePages.OFF)
+        stack.callback(tier.close)
+        reading = engine.external()
+        copies = []
+        for number, spare in enumerate((True, False, False, True)):
+            slot, guards = tier.allocate_gradient()
+            engine.wait_all(guards)
+            tier.gradients(slot).fill_(number)
+            copies.append(tier.copy_to_host(slot, spare=spare))
+            tier.free_gradient(slot, [reading] if number == 0 else [])
+            if number < 3:
+                engine.wait_all(copies[-1][1])
+        (first, _), *_, (last, after) = copies
+        assert last is first
+        assert copies[1][0] is copies[2][0] is not first
+        assert not any(map(engine.done, after))
+        assert float(tensor_of(first, torch.float32)[0]) == 0.0
+        engine.complete_external(reading)
+        engine.wait_all(after)
+        assert float(tensor_of(first, torch.float32)[0]) == 3.0
+
+
 def test_a_gradient_slot_is_free_when_its_copy_has_left(bench: Bench) -> None:
     """The optimizer still reads both host buffers: a slot can be written all the same. The third copy waits for the buffer
     that is to be free first.

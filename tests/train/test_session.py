@@ -195,11 +195,45 @@ def test_slots_of_gradients(
     sums = adds_up(made, experts=12, replicas=replicas, sharing=sharing)
     divided = budgets(made, DeviceKind.CUDA, experts=24, sums=sums)
     assert divided.slots.gradient_bytes == nbytes
-    assert divided.landing == 3 * nbytes
+    assert divided.landing == (3 + divided.slots.spare) * nbytes
+    assert divided.slots.spare == (0 if made.keeps_gradients else 12)
     assert divided.device == 4 * divided.slots.weight_bytes + 3 * nbytes
     config = configure({**changes, "host_budget": least_host_budget(configure(changes), DeviceKind.CPU)})
     if not sums:
         assert budgets(config, DeviceKind.CPU, experts=24).slots.gradients == 1
+
+
+def test_host_memory_that_the_cache_cannot_use_keeps_gradients(configure: Make) -> None:
+    """A record has a frame of 8 KiB for its weights and one for each moment; of 24 gradients, as many as have room."""
+    page = 8192
+    full = (
+        least_host_budget(configure({}), DeviceKind.CUDA) + 2 * page + 24 * 3 * page
+    )  # three gradient slots, not one
+
+    def spare(
+        nbytes: int,
+        changes: Mapping[str, Any],
+        device: DeviceKind = DeviceKind.CUDA,
+        *,
+        external: bool = False,
+    ) -> int:
+        divided = budgets(
+            configure({"host_budget": nbytes, **changes}), device, experts=24, external=external
+        )
+        slots = divided.slots
+        on_host = divided.device if device is DeviceKind.CPU else 0
+        assert divided.cache + divided.landing + on_host == nbytes
+        assert divided.cache >= min(full - 3 * page, nbytes - 3 * page - on_host)
+        return slots.spare
+
+    assert [spare(full + extra, {}) for extra in (-page, 0, page - 1, page, 5 * page)] == [0, 0, 0, 1, 5]
+    assert spare(1 << 30, {}) == 12
+    assert spare(1 << 30, {"links.copy.bandwidth": 1 << 30}, DeviceKind.CPU) == 12
+    # Gradients that are kept for other reasons, and experts whose weights are not copied.
+    assert spare(1 << 30, {}, DeviceKind.CPU) == 0
+    assert spare(1 << 30, {}, external=True) == 0
+    for changes in ({"clip_norm": 1.0}, {"data.micro_batches": 2, "data.micro_order": "micro"}):
+        assert spare(1 << 30, changes) == 0
 
 
 TRACED: dict[str, Mapping[str, Any]] = {

@@ -459,7 +459,7 @@ def _host_terms(setting: Setting, divided: Budgets) -> Iterable[Term]:
         Tier.HOST,
         "gradient landing",
         divided.landing,
-        "as many buffers as gradient slots, part of host_budget",
+        f"{divided.slots.host_buffers} buffers, part of host_budget",
     )
     if setting.device is not DeviceKind.CPU:
         own = sum(layout.slice_numel for layout in setting.layouts)

@@ -4,7 +4,8 @@ A discrete-event simulation of the schedule's operations.
 
 Each resource has one server, which processes one operation at a time, without preemption.
 Computation and collectives run in program order: one thread computes, and every rank must issue collectives in the same
-order. Copies, the disk and the engine's threads serve ready operations, the first ready first.
+order. Copies, the disk and the engine's threads serve ready operations, the first ready first; the steps of gradients in
+spare buffers only when there are no others, the one that is due first.
 
 The step time is that of the steady state: from the end of one step's computation to the end of the next one's. The critical
 path is traced back from there: from each operation to the one whose end let it begin, a dependency or the previous operation
@@ -28,12 +29,16 @@ from tierstore.prefetch.schedule import Pass
 
 
 class Occupying(Protocol):
-    """An operation that occupies ``resource`` once the earlier operations with the indices ``after`` have ended."""
+    """An operation that occupies ``resource`` once the earlier operations with the indices ``after`` have ended. Of those
+    that are ready, a resource serves one with the least ``due``.
+    """
 
     @property
     def resource(self) -> Hashable: ...
     @property
     def after(self) -> Sequence[int]: ...
+    @property
+    def due(self) -> int: ...
 
 
 T = TypeVar("T", bound=Occupying)
@@ -69,15 +74,15 @@ def simulate(
     operations: Sequence[T], seconds: Callable[[T], float], *, in_order: Collection[Hashable] = IN_ORDER
 ) -> Run[T]:
     """Simulate ``operations``: each takes ``seconds`` of its resource's server, once the operations in its ``after`` have
-    ended. The servers of ``in_order`` serve in program order, the others the first ready first. Raises ValueError if an
-    operation depends on a later one.
+    ended. The servers of ``in_order`` serve in program order, the others by ``due``, then the first ready first. Raises
+    ValueError if an operation depends on a later one.
     """
     begun, ended, ready = ([0.0] * len(operations) for _ in range(3))
     cause = [-1] * len(operations)
     missing = [len(operation.after) for operation in operations]
     followers: list[list[int]] = [[] for _ in operations]
     program: dict[Hashable, deque[int]] = {resource: deque() for resource in in_order}  # not served yet
-    queues: dict[Hashable, list[tuple[float, int]]] = {}  # heaps of ready operations, the next one first
+    queues: dict[Hashable, list[tuple[int, float, int]]] = {}  # heaps of ready operations, the next one first
     last_ended: dict[Hashable, int] = {}
     busy: set[Hashable] = set()
     running: list[tuple[float, int]] = []  # a heap, by end time
@@ -93,17 +98,18 @@ def simulate(
     def make_ready(index: int, now: float, before: int) -> None:
         ready[index], cause[index] = now, before
         resource = operations[index].resource
-        heapq.heappush(queues[resource], (0.0 if resource in program else now, index))
+        key = (0, 0.0) if resource in program else (operations[index].due, now)
+        heapq.heappush(queues[resource], (*key, index))
 
     def dispatch(now: float) -> None:
         for resource, queue in queues.items():
             if resource in busy or not queue:
                 continue
             if resource in program:
-                if queue[0][1] != program[resource][0]:
+                if queue[0][-1] != program[resource][0]:
                     continue
                 program[resource].popleft()
-            index = heapq.heappop(queue)[1]
+            index = heapq.heappop(queue)[-1]
             busy.add(resource)
             if ready[index] < now:  # it waited for its server
                 cause[index] = last_ended[resource]

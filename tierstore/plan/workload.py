@@ -94,6 +94,7 @@ class StepWorkload:
             # A part of several experts takes all of their slots; at least one more part is loaded meanwhile.
             slots=max(int(slots.weights / each), 2),
             gradient_slots=max(int(slots.gradients / each), 2),
+            spare=int(slots.spare / each),
             passes=StepPasses.TRAINING if self.setting.usage.trains else StepPasses.FORWARD,
         )
 

@@ -149,7 +149,7 @@ class TieredExperts(ExpertTiers):
         self.gradients = GradientAccumulator(store, device, records, self.program)
         self._sums = ReplicaSums(group, device.slots, ledger=ledger)
         self._parts = GradientParts(group, ledger=ledger)
-        self.walk = AccessWalk(store, device, records, self.program, ledger=ledger)
+        self.walk = AccessWalk(store, device, records, self.program, ledger=ledger, late=self.gradients.late)
 
     def begin_micro(self, *, index: int, count: int | None) -> None:
         super().begin_micro(index=index, count=count)

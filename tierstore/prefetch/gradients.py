@@ -6,6 +6,10 @@ dirty entry. The sum of squares is computed for every final gradient: by its ste
 the gradient changes any state.
 So the norm is exact, and a non-finite gradient is always noticed. The access program decides what happens to each gradient
 and when.
+
+Where a device has *spare* host buffers, the first gradients of a step's backward passes wait there. Their experts are the
+last that the next forward pass uses, so their steps are left for times when the engine has nothing more urgent to do. AdamW
+then also runs beside the forward pass.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tierstore._native import Buffer, DoubleTable, Dtype
+from tierstore._native import Buffer, DoubleTable, Dtype, Priority
 from tierstore.cache.access import GROUP_STRIDE, Need
 from tierstore.errors import StoreError
 from tierstore.parallel import Channel, RankGroup, Work
@@ -75,21 +79,33 @@ class GradientAccumulator(ExpertGradients):
         count = 1 + max((r.number for layer in records.values() for r in layer.values()), default=0)
         self._squares = DoubleTable(count)
         self._square_tickets: list[int] = []
+        #: The numbers of the records whose gradients of this step are in spare buffers.
+        self.late: set[int] = set()
         self._scale = 1.0
 
     def begin_step(self) -> None:
         """Begin a step, without any gradients."""
         self._squares.array()[:] = 0.0
         self._square_tickets = []
+        self.late.clear()
 
     # Actions on a pinned record ----------------------------------------------------------------------------
 
     def take(self, record: LiveRecord, action: Action, step: int, slot: int) -> None:
         """Take the gradient in device slot ``slot``, complete for this micro-batch. ``step`` is as in ``Access``."""
-        copied, after = self._device.copy_to_host(slot)
-        if action & (Action.KEEP | Action.ACCUMULATE):
+        kept = bool(action & (Action.KEEP | Action.ACCUMULATE))
+        spare = not kept and len(self.late) < self._device.slots.spare
+        copied, after = self._device.copy_to_host(slot, spare=spare)
+        if kept:
             reading = [self._accumulate(record, action, copied, after)]
             self.settle(record, action, step)
+        elif spare:
+            self.late.add(record.number)
+            square = self._square(record, copied, self._dtype, after)
+            ticket = self._store.optimizer.step(
+                record, copied, number=step, after=after, priority=Priority.IDLE
+            )
+            reading = [square, ticket]
         else:
             ticket = self._store.optimizer.step(
                 record, copied, number=step, squares=self._squares, after=after
@@ -105,7 +121,7 @@ class GradientAccumulator(ExpertGradients):
         entry = record.entry(Group.GRADIENTS)
         gradient = self._cache.sections(entry)[0]
         if action & Action.FINISH:
-            self._cache.reads(entry, self._square(record, gradient, self._cache.ready(entry)))
+            self._cache.reads(entry, self._square(record, gradient, Dtype.FP32, self._cache.ready(entry)))
         if action & Action.STEP:
             after = self._cache.ready(entry)
             ticket = self._store.optimizer.step(record, gradient, number=step, scale=self._scale, after=after)
@@ -120,8 +136,8 @@ class GradientAccumulator(ExpertGradients):
         self._cache.wrote(entry, ticket)
         return ticket
 
-    def _square(self, record: LiveRecord, gradient: Buffer, after: Sequence[int]) -> int:
-        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, after=list(after))
+    def _square(self, record: LiveRecord, gradient: Buffer, dtype: Dtype, after: Sequence[int]) -> int:
+        ticket = self._engine.sum_of_squares(gradient, self._squares, record.number, dtype, after=after)
         self._square_tickets.append(ticket)
         return ticket
 

@@ -8,7 +8,7 @@ take effect through the latter. Computation and collectives run in the order of 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -97,13 +97,15 @@ class PassSizes:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One operation for the pass at ``position``, which counts on from step to step. ``after``: indices of the earlier
-    operations that it follows.
+    operations that it follows. ``due``: the position of the pass that needs it, if it may wait until there is nothing more
+    urgent, otherwise 0.
     """
 
     kind: Kind
     position: int
     nbytes: int
     after: tuple[int, ...]
+    due: int = 0
 
     @property
     def resource(self) -> Resource:
@@ -117,12 +119,14 @@ def operations(
     steps: int = 1,
     slots: int = 4,
     gradient_slots: int = 4,
+    spare: int = 0,
     passes: StepPasses = StepPasses.TRAINING,
 ) -> list[Operation]:
     """The operations of ``steps`` steps from a cold start. ``slots``, ``gradient_slots``: how many experts, and gradients
-    that have not been stepped, are on the device at a time.
+    that have not been stepped, are on the device at a time. ``spare``: how many gradients of a step are copied to spare
+    buffers.
     """
-    return _Writer(schedule, sizes, slots, gradient_slots, passes).write(steps)
+    return _Writer(schedule, sizes, slots, gradient_slots, spare, passes).write(steps)
 
 
 def _bounds(size: PassSizes) -> list[int]:
@@ -144,6 +148,7 @@ class _Writer:
         sizes: Callable[[Pass], PassSizes],
         slots: int,
         gradient_slots: int,
+        spare: int,
         passes: StepPasses,
     ) -> None:
         self._schedule = schedule
@@ -166,6 +171,11 @@ class _Writer:
         self._computed: dict[int, int] = {}
         #: The last step of an expert.
         self._stepped: tuple[int, ...] = ()
+        #: The number of spare buffers, and how many each step has used.
+        self._spare = spare
+        self._used: Counter[int] = Counter()
+        #: The optimizer steps of gradients in spare buffers, by unit and expert, until a load follows them.
+        self._late: dict[tuple[int, int], int] = {}
         self._experts = [i for i, item in enumerate(self._window.passes) if item.moe_layer is not None]
 
     def write(self, steps: int) -> list[Operation]:
@@ -179,8 +189,8 @@ class _Writer:
             self._gather(position + 1, self._window.leave(position).gathers)
         return self._operations
 
-    def _add(self, kind: Kind, position: int, nbytes: int, *after: int) -> int:
-        self._operations.append(Operation(kind, position, nbytes, tuple(dict.fromkeys(after))))
+    def _add(self, kind: Kind, position: int, nbytes: int, *after: int, due: int = 0) -> int:
+        self._operations.append(Operation(kind, position, nbytes, tuple(dict.fromkeys(after)), due))
         return len(self._operations) - 1
 
     def _gather(self, position: int, units: tuple[int, ...]) -> None:
@@ -268,19 +278,29 @@ class _Writer:
         returning = dict(zip(_bounds(size)[1:], _parts(size.combine, _bounds(size)), strict=False))
         for index, (weights, state) in enumerate(self._fetched[position]):
             free = computed[index - self._slots : index - self._slots + 1] if index >= self._slots else []
-            load = self._add(Kind.LOAD, position, size.load, *begun, *weights, *free)
+            late = [self._late.pop((item.unit, index))] if (item.unit, index) in self._late else []
+            load = self._add(Kind.LOAD, position, size.load, *begun, *weights, *free, *late)
             gradient = self._gradients.popleft() if backward else ()
             before = (*(computed[-1:] or self._last), *([arrived[index]] if index in arrived else []))
             computed.append(self._add(Kind.EXPERT, position, 0, *before, load, *gradient))
             if backward:
-                self._finish_expert(position, size, computed[-1], state)
+                self._finish_expert(position, item, index, size, computed[-1], state)
             self._last = (computed[-1],)
             if nbytes := returning.get(index + 1, 0):
                 self._last = (self._add(Kind.COMBINE, position, nbytes, computed[-1]),)
         self._computed[position] = computed[-1]
 
-    def _finish_expert(self, position: int, size: PassSizes, computed: int, state: tuple[int, ...]) -> None:
+    def _finish_expert(
+        self, position: int, item: Pass, index: int, size: PassSizes, computed: int, state: tuple[int, ...]
+    ) -> None:
         copied = self._add(Kind.COPY_TO_HOST, position, size.to_host, computed) if size.to_host else computed
+        step = position // len(self._window.passes)
+        if size.to_host and self._used[step] < self._spare:
+            self._used[step] += 1
+            due = (step + 1) * len(self._window.passes) + item.unit  # the unit's next forward pass
+            self._late[item.unit, index] = self._add(Kind.EXPERT_STEP, position, 0, copied, *state, due=due)
+            self._gradients.append((copied,))
+            return
         self._stepped = (self._add(Kind.EXPERT_STEP, position, 0, copied, *state),)
         self._gradients.append(self._stepped)
 

@@ -3,13 +3,13 @@
 That is the host cache, the slots of a device (``DeviceCache``), or mapped files (``MappedRecords``). Weights that a slot or
 a mapped file has are not read. While the experts of one group are computed, the next ones are copied to the device, then
 those of coming passes, and the following groups and passes are read. If slots fit all experts, a stepped expert is copied
-again behind its step, however far its next pass is. Every action is queued on the engine behind those that it needs, so this
-code waits only for weights that a layer is about to use.
+again behind its step, however far its next pass is, unless its gradient waits in a spare buffer. Every action is queued on
+the engine behind those that it needs, so this code waits only for weights that a layer is about to use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,11 +48,22 @@ class Arrived(NamedTuple):
     more: bool
 
 
+class _Coming(NamedTuple):
+    """A coming pass, and the indices of its experts whose copies are still to be queued. ``far``: it may be beyond the
+    lookahead.
+    """
+
+    ahead: Speculation
+    left: list[int]
+    far: bool = False
+
+
 class AccessWalk:
     """Walks the accesses of ``program`` over ``records``. Nothing else may use the weight slots of ``device``.
 
     ``nearest_first``: yield a group's experts in the order of their expected arrival, if nothing else depends on the order:
-    those in memory, those that were prefetched, those that this access reads.
+    those in memory, those that were prefetched, those that this access reads. ``late``: the numbers of the records whose
+    steps wait in spare buffers; they are not copied again before the lookahead reaches them.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class AccessWalk:
         *,
         ledger: StallLedger,
         nearest_first: bool = False,
+        late: Set[int] = frozenset(),
     ) -> None:
         self._store = store
         self._cache = store.cache
@@ -72,14 +84,14 @@ class AccessWalk:
         self._program = program
         self._ledger = ledger
         self._nearest_first = nearest_first
+        self._late = late
         self.slots = DeviceCache(store, device, records)
         #: Whether frozen weights are computed with where mapped files have them.
         self._maps = bool(store.mapped.mapping) and device.loads is WeightLoads.IN_PLACE
         self._by_key = store.config.group_order is GroupOrder.KEY
         #: For the open access: request number here > request number in the host cache's access.
         self._host_unit: dict[int, int] = {}
-        #: Coming passes, and the indices of the experts in each whose copies are still to be queued.
-        self._coming: list[tuple[Speculation, list[int]]] = []
+        self._coming: list[_Coming] = []
         #: Bytes whose prefetch had not finished when they were needed.
         self.late_prefetch_bytes = 0
 
@@ -120,7 +132,7 @@ class AccessWalk:
                     if self.slots.fits_all and access.phase is Phase.BACKWARD and access.ahead:
                         # No other expert needs their slots until then, so their copies need not wait for the lookahead.
                         again = self._program.stepped_again(access)
-                        self._coming.append((again, list(range(len(again.experts)))))
+                        self._coming.append(_Coming(again, list(range(len(again.experts))), far=True))
                 if access.phase is Phase.FORWARD and bring_up is not None:
                     for unit in units:
                         bring_up(access, unit, records[unit])
@@ -330,7 +342,7 @@ class AccessWalk:
             if covered < len(asked):
                 taken = int(asked[covered])
         if self.slots.keeps:
-            self._coming.append((ahead, list(range(taken))))
+            self._coming.append(_Coming(ahead, list(range(taken))))
         return taken
 
     def bring(self, layer: int, experts: Sequence[int]) -> list[int]:
@@ -368,17 +380,17 @@ class AccessWalk:
         """Queue copies of coming experts, nearest first, as far as slots allow: of those that the host cache has or is
         reading, and whose steps are queued.
         """
-        for ahead, left in self._coming:
+        for ahead, left, far in self._coming:
             unchanged = self._program.unchanged(ahead)
             for place in list(left):
                 record = self._records[ahead.layer][int(ahead.experts[place])]
                 there = self._cache.sections(record.entry(Group.WEIGHTS)) or self.slots.holds([record])[0]
-                if not (unchanged[place] and there):
+                if not (unchanged[place] and there) or (far and record.number in self._late):
                     continue
                 if not self.slots.prefetch(ahead.phase, ahead.layer, [record]):
                     return
                 left.remove(place)
-        self._coming = [(ahead, left) for ahead, left in self._coming if left]
+        self._coming = [coming for coming in self._coming if coming.left]
 
     def _cancel(self) -> None:
         self._cache.residency.cancel_prefetch()

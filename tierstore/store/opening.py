@@ -242,6 +242,13 @@ def minimum_host_budget(
     return frames * frame
 
 
+def resident_cache_bytes(schema: RecordSchema, records: int) -> int:
+    """Bytes of a host cache for the weights and moments of ``records`` records of ``schema``, which then never leave it."""
+    frame = record_frame_bytes([schema])
+    sections = [s.nbytes for group in (Group.WEIGHTS, Group.MOMENTS) for s in schema.layout(group).sections]
+    return records * frames_of(sections, frame) * frame
+
+
 def minimum_reading_budget(schemas: Sequence[RecordSchema]) -> int:
     """The smallest host cache, in bytes, for opening a store of ``schemas`` to read, whatever steps were missed."""
     scratch = sum(replay_scratch_bytes(schema) for schema in schemas if replays(schema))

@@ -69,10 +69,11 @@ class RecordOptimizer:
         scale: float = 1.0,
         squares: DoubleTable | None = None,
         after: Sequence[int] = (),
+        priority: Priority = Priority.DEMAND,
     ) -> int:
         """Queues optimizer step ``number`` (None: the open one) with ``gradient`` (flat, fp32 or bf16) times ``scale``, and
         in the same pass the record's missed steps; returns the ticket. It also stores the gradient's sum of squares, before
-        it is scaled, in ``squares[record.number]``.
+        it is scaled, in ``squares[record.number]``. Whatever follows the step urgently makes it urgent, too.
 
         ``number`` may be an applied step, for a gradient that waited for that step's norm. Raises StoreError if no step
         is open, or the record is frozen or has taken the step.
@@ -81,7 +82,7 @@ class RecordOptimizer:
         if number is None or number > self.history.applied:
             number = self.history.current
         rows, reached = self.history.step_rows(record.step, number)
-        return self._adamw(record, rows, reached, gradient, scale, after, squares)
+        return self._adamw(record, rows, reached, gradient, scale, after, squares, priority)
 
     def _adamw(
         self,
@@ -92,13 +93,14 @@ class RecordOptimizer:
         scale: float,
         after: Sequence[int],
         squares: DoubleTable | None = None,
+        priority: Priority = Priority.DEMAND,
     ) -> int:
         """Queues ``rows`` on the resident record; the last of them takes it to step ``reached``."""
         cache = self._cache
         weights, moments = record.entry(Group.WEIGHTS), record.entry(Group.MOMENTS)
         sections = [*cache.sections(weights), *cache.sections(moments)]
         after = [*after, *cache.before_write(weights), *cache.before_write(moments)]
-        ticket = self._queue(record, sections, rows, reached, gradient, scale, after, squares)
+        ticket = self._queue(record, sections, rows, reached, gradient, scale, after, squares, priority)
         cache.wrote(weights, ticket)
         cache.wrote(moments, ticket)
         record.step, record.changed = reached, True
@@ -114,6 +116,7 @@ class RecordOptimizer:
         scale: float,
         after: Sequence[int],
         squares: DoubleTable | None = None,
+        priority: Priority = Priority.DEMAND,
     ) -> int:
         moments = live.schema.moments
         if moments is MomentFormat.FP32:
@@ -128,6 +131,7 @@ class RecordOptimizer:
                 squares=squares,
                 index=live.number,
                 after=after,
+                priority=priority,
             )
         ends = len(sections) - (2 if moments is MomentFormat.INT8 else 0)
         *weights, exp_avg, exp_avg_sq = sections[:ends]
@@ -145,6 +149,7 @@ class RecordOptimizer:
             squares=squares,
             index=live.number,
             after=after,
+            priority=priority,
         )
 
 

@@ -137,8 +137,9 @@ class AcceleratedTier:
                     [(i * slots.gradient_bytes, slots.gradient_bytes)],
                     slots.gradient_content_bytes,
                 )
-                for i in range(slots.gradients)
-            ]
+                for i in range(slots.host_buffers)
+            ],
+            slots.spare,
         )
         # The allocator may have given the slots memory that work queued on the compute stream still uses.
         self._idle = [reached(device)] * slots.weights
@@ -185,9 +186,9 @@ class AcceleratedTier:
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradients[slot]
 
-    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int, *, spare: bool = False) -> tuple[Buffer, list[int]]:
         made = reached(self.device)
-        buffer, guards = self._leaving.begin(slot)
+        buffer, guards = self._leaving.begin(slot, spare=spare)
         source, target = self._gradients[slot], tensor_of(buffer, gradient_type(self.slots))
 
         def copy() -> None:

@@ -39,8 +39,8 @@ class WeightLoads(Enum):
 class DeviceTier(Protocol):
     """Weight and gradient slots, identified by number. A weight slot is loaded, used and released, possibly before the
     device has finished the work that uses it. A gradient slot is allocated, written and copied to a host buffer. The slot
-    is free once it has been copied, the buffer once the tickets given to ``free_gradient`` have finished. There are as many
-    buffers as gradient slots; a copy waits for the buffer that becomes free first.
+    is free once it has been copied, the buffer once the tickets given to ``free_gradient`` have finished. A copy waits for
+    the buffer of its kind, usual or ``spare``, that becomes free first.
     """
 
     @property
@@ -80,9 +80,9 @@ class DeviceTier(Protocol):
 
     def gradients(self, slot: int) -> torch.Tensor: ...
 
-    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int, *, spare: bool = False) -> tuple[Buffer, list[int]]:
         """Copy the gradient of ``slot``, complete once the device has done all work queued so far, to host memory; returns
-        the buffer, and the tickets after which it holds the gradient.
+        the buffer, one of ``slots.spare`` if ``spare``, and the tickets after which it holds the gradient.
         """
         ...
 
@@ -94,28 +94,32 @@ class DeviceTier(Protocol):
 
 
 class LeavingGradients:
-    """The host ``buffers`` that gradients are copied to, used in rotation, and the tickets that must finish before reuse."""
+    """The host ``buffers`` that gradients are copied to, and the tickets that must finish before reuse. The usual ones and
+    the ``spare`` ones, which come last, are each used in rotation.
+    """
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._free: deque[tuple[Buffer, list[int]]] = deque((buffer, []) for buffer in buffers)
-        #: By slot: the buffer that its gradient is copied to, and the ticket of the copy.
-        self._used: dict[int, tuple[Buffer, list[int]]] = {}
+    def __init__(self, buffers: Sequence[Buffer], spare: int) -> None:
+        free = [(buffer, list[int]()) for buffer in buffers]
+        usual = len(free) - spare
+        self._free = {False: deque(free[:usual]), True: deque(free[usual:])}
+        #: By slot: the buffer that its gradient is copied to, whether it is spare, and the ticket of the copy.
+        self._used: dict[int, tuple[Buffer, bool, list[int]]] = {}
 
-    def begin(self, slot: int) -> tuple[Buffer, list[int]]:
+    def begin(self, slot: int, *, spare: bool) -> tuple[Buffer, list[int]]:
         """Take a buffer for the gradient of ``slot``; returns it and the tickets that the copy must follow."""
-        buffer, guards = self._free.popleft()
-        self._used[slot] = buffer, []
+        buffer, guards = self._free[spare].popleft()
+        self._used[slot] = buffer, spare, []
         return buffer, guards
 
     def left(self, slot: int, ticket: int) -> list[int]:
         """Record that ``ticket`` copies the gradient of ``slot``; returns the tickets that its readers must follow."""
-        self._used[slot][1].append(ticket)
+        self._used[slot][-1].append(ticket)
         return [ticket]
 
     def end(self, slot: int, after: Sequence[int]) -> list[int]:
         """Free the buffer of ``slot`` once ``after`` have finished; returns the tickets after which the slot is free."""
-        buffer, copied = self._used.pop(slot)
-        self._free.append((buffer, list(after)))
+        buffer, spare, copied = self._used.pop(slot)
+        self._free[spare].append((buffer, list(after)))
         return copied
 
 
@@ -142,7 +146,7 @@ class HostDeviceTier:
         self._computed = computed
         self.loads = loads
         self.slots = slots
-        buffers = slots.gradients if loads is WeightLoads.COPIED else 0
+        buffers = slots.host_buffers if loads is WeightLoads.COPIED else 0
         self._arena = Arena(slots.nbytes + buffers * slots.gradient_bytes, huge_pages)
         self.device = torch.device("cpu")
         weight_end = slots.weights * slots.weight_bytes
@@ -164,7 +168,8 @@ class HostDeviceTier:
                     slots.gradient_content_bytes,
                 )
                 for i in range(buffers)
-            ]
+            ],
+            slots.spare,
         )
         #: By weight slot: the tickets that must finish before it is loaded again.
         self._idle: list[list[int]] = [[] for _ in self._weights]
@@ -209,10 +214,10 @@ class HostDeviceTier:
     def gradients(self, slot: int) -> torch.Tensor:
         return self._gradient_tensors[slot]
 
-    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
+    def copy_to_host(self, slot: int, *, spare: bool = False) -> tuple[Buffer, list[int]]:
         if self.loads is WeightLoads.IN_PLACE:  # the optimizer reads the slot itself
             return self._gradients[slot], []
-        buffer, guards = self._leaving.begin(slot)
+        buffer, guards = self._leaving.begin(slot, spare=spare)
         ticket = self._engine.copy(buffer, self._gradients[slot], after=[*guards, *self._computed()])
         return buffer, self._leaving.left(slot, ticket)
 
@@ -303,8 +308,8 @@ class LimitedTier:
     def gradients(self, slot: int) -> torch.Tensor:
         return self._tier.gradients(slot)
 
-    def copy_to_host(self, slot: int) -> tuple[Buffer, list[int]]:
-        copied, after = self._tier.copy_to_host(slot)
+    def copy_to_host(self, slot: int, *, spare: bool = False) -> tuple[Buffer, list[int]]:
+        copied, after = self._tier.copy_to_host(slot, spare=spare)
         turn = self._engine.hold(self.link, copied.nbytes, Activity.COPY, after=self._computed())
         self._turns[slot] = turn
         return copied, [*after, turn]

@@ -47,7 +47,8 @@ E = TypeVar("E", bound=ElementType)
 @dataclass(frozen=True)
 class DeviceSlots(Generic[E]):
     """Number and size of the slots. Each holds ``numel`` elements: weights in the compute type, or as codes if
-    ``quantized``; gradients in fp32, or in the compute type if ``gradient`` is a product.
+    ``quantized``; gradients in fp32, or in the compute type if ``gradient`` is a product. ``spare``: host buffers for
+    gradients whose steps may wait until their experts are used again, beside one for each gradient slot.
     """
 
     numel: int
@@ -56,6 +57,7 @@ class DeviceSlots(Generic[E]):
     gradients: int = 3
     quantized: QuantizedLayout | None = None
     gradient: SlotGradient = SlotGradient.SUM
+    spare: int = 0
 
     @property
     def weight_content_bytes(self) -> int:
@@ -83,9 +85,14 @@ class DeviceSlots(Generic[E]):
         return self.weights * self.weight_bytes + self.gradients * self.gradient_bytes
 
     @property
+    def host_buffers(self) -> int:
+        """The number of host buffers that a device's gradients are copied to."""
+        return self.gradients + self.spare
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers that a device's gradients are copied to, one per gradient slot."""
-        return self.gradients * self.gradient_bytes
+        """Bytes of the host buffers."""
+        return self.host_buffers * self.gradient_bytes
 
 
 def _padded(nbytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierstore.capabilities import Capability
 from tierstore.errors import BudgetError
@@ -12,7 +12,7 @@ from tierstore.model.config import ComputeDtype
 from tierstore.model.store_schema import PAIR_SCHEMA, expert_record, quantized_layout
 from tierstore.moe.lora import PairShape
 from tierstore.store.format import SECTION_ALIGNMENT, RecordSchema, Training
-from tierstore.store.opening import minimum_host_budget
+from tierstore.store.opening import minimum_host_budget, resident_cache_bytes
 from tierstore.tiers.slots import DeviceKind, DeviceSlots, SlotGradient
 from tierstore.train.config import TrainConfig
 from tierstore.units import format_bytes
@@ -153,15 +153,18 @@ def budgets(
     schema: RecordSchema | None = None,
     free: int | None = None,
     sums: bool = False,
+    external: bool = False,
 ) -> Budgets:
     """Divides the budgets for a rank that has ``experts`` experts in all of its layers. Raises BudgetError naming the
     minimum. ``schema``: that of the experts (None: the configuration's). ``free``: bytes of an accelerator that experts may
-    take if ``device_budget`` is 0 (None: not known). ``sums``: see ``adds_up``.
+    take if ``device_budget`` is 0 (None: not known). ``sums``: see ``adds_up``. ``external``: an external loop trains, which
+    keeps all gradients until it steps.
 
     The device tier gets as many slots as ``device_budget`` or ``free`` holds, at most one for each expert. It gets a few,
     for overlap, without either, if ``free`` holds fewer, or if the device computes with the host cache. A tight host
     budget, which a CPU's slots and the landing of gradients are part of, leaves fewer: at least one for weights and one for
-    gradients.
+    gradients. If gradients are stepped at once, memory that the cache cannot use, because all records fit, becomes spare
+    buffers for the gradients of up to half of the experts.
     """
     schema = schema or expert_schema(config)
     slots = _slots(config, schema, 1, sums)
@@ -197,6 +200,10 @@ def budgets(
 
     slots = _slots(config, schema, max(bisect_left(range(1, most + 1), True, key=lacks), 1), sums)
     cache = cache_beside(slots)
+    if copies_weights(config, device) and not (schema.frozen or external or config.keeps_gradients):
+        idle = max(cache - minimum_cache - resident_cache_bytes(schema, experts), 0)
+        slots = [replace(slots[0], spare=min(idle // slots[0].gradient_bytes, experts // 2))]
+        cache = cache_beside(slots)
     lookahead = int(cache * config.prefetch.budget) if config.prefetch.depth else 0
     if cache - lookahead < minimum_cache:
         lookahead = max(cache - minimum_cache, 0)

@@ -450,7 +450,9 @@ def _open_experts(
 
     compute = config.model.compute_dtype.torch
     tier = open_tier(
-        DeviceSlots(slots.numel, compute, slots.weights, slots.gradients, slots.quantized, slots.gradient)
+        DeviceSlots(
+            slots.numel, compute, slots.weights, slots.gradients, slots.quantized, slots.gradient, slots.spare
+        )
     )
     if not config.lora.enabled:
         return trained(tier, expert_key)

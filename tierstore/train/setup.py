@@ -136,6 +136,7 @@ def prepare(
         experts=len(owned) * len(config.model.moe_layers),
         free=_free_device_bytes(config, mesh, fixed),
         sums=sums,
+        external=loop is Loop.EXTERNAL,
     )
     resharded_from = follow_ranks(config, opening, mesh)
     agreed = agree(config.store, opening, mesh)
