@@ -1,5 +1,7 @@
 #include "native/base/worker_pool.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -19,16 +21,23 @@ WorkerPool::WorkerPool(size_t threads, std::function<void()> on_start) : on_star
 
 WorkerPool::~WorkerPool() { close(); }
 
-void WorkerPool::submit(std::function<void()> task, Urgency urgency) {
+void WorkerPool::submit(std::function<void()> task, Urgency urgency, uint64_t key) {
     {
         std::lock_guard lock(mutex_);
-        switch (urgency) {
-            case Urgency::Urgent: urgent_.push_back(std::move(task)); break;
-            case Urgency::Normal: normal_.push_back(std::move(task)); break;
-            case Urgency::Idle: idle_.push_back(std::move(task)); break;
-        }
+        auto& queue = urgency == Urgency::Urgent ? urgent_ : urgency == Urgency::Normal ? normal_ : idle_;
+        queue.push_back({std::move(task), key});
     }
     wake_.notify_one();
+}
+
+void WorkerPool::promote(uint64_t key) {
+    std::lock_guard lock(mutex_);
+    for (auto* queue : {&normal_, &idle_}) {
+        const auto found = std::stable_partition(queue->begin(), queue->end(),
+                                                 [key](const Task& task) { return task.key != key; });
+        std::move(found, queue->end(), std::back_inserter(urgent_));
+        queue->erase(found, queue->end());
+    }
 }
 
 void WorkerPool::close() {
@@ -41,10 +50,10 @@ void WorkerPool::close() {
     threads_.clear();
 }
 
-std::function<void()> WorkerPool::take() {
-    std::function<void()> task;
-    if (!urgent_.empty() || !normal_.empty()) {
-        auto& queue = urgent_.empty() ? normal_ : urgent_;
+// The next task. Called with the mutex held.
+WorkerPool::Task WorkerPool::take() {
+    Task task;
+    if (auto& queue = urgent_.empty() ? normal_ : urgent_; !queue.empty()) {
         task = std::move(queue.front());
         queue.pop_front();
     } else if (!idle_.empty()) {
@@ -59,15 +68,15 @@ void WorkerPool::work() {
     if (on_start_) on_start_();
     std::unique_lock lock(mutex_);
     for (;;) {
-        auto task = take();
-        if (!task) {
+        Task task = take();
+        if (!task.run) {
             if (closing_) return;
             wake_.wait(lock);
             continue;
         }
         lock.unlock();
-        task();
-        task = nullptr;  // what it owns goes before the next wait, and outside the lock
+        task.run();
+        task = {};  // what it owns goes before the next wait, and outside the lock
         lock.lock();
     }
 }

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -24,7 +25,10 @@ public:
     WorkerPool(const WorkerPool&) = delete;
     WorkerPool& operator=(const WorkerPool&) = delete;
 
-    void submit(std::function<void()> task, Urgency urgency = Urgency::Normal);
+    // `key`: what promote() calls the task; several may have the same.
+    void submit(std::function<void()> task, Urgency urgency = Urgency::Normal, uint64_t key = 0);
+    // Makes the queued tasks of `key` urgent.
+    void promote(uint64_t key);
 
     size_t size() const { return threads_.size(); }
 
@@ -32,15 +36,19 @@ public:
     void close();
 
 private:
+    struct Task {
+        std::function<void()> run;  // empty: none
+        uint64_t key = 0;
+    };
+
     void work();
-    // Called with the mutex held; empty: nothing is queued.
-    std::function<void()> take();
+    Task take();
 
     std::mutex mutex_;  // guards everything below but threads_
     std::condition_variable wake_;
-    std::deque<std::function<void()>> urgent_;
-    std::deque<std::function<void()>> normal_;
-    std::vector<std::function<void()>> idle_;
+    std::deque<Task> urgent_;
+    std::deque<Task> normal_;
+    std::deque<Task> idle_;
     bool closing_ = false;
     std::function<void()> on_start_;
     std::vector<std::thread> threads_;

@@ -203,20 +203,14 @@ void Engine::start(Operation& operation, Remains& remains) {
             timer_->at(operation.slot.patient_end_ns, [this, ticket] { on_time(ticket); });
         }
     } else if (operation.kind == Kind::Compute) {
-        send_parts(operation);
+        for (size_t part = 0; part < operation.parts.size(); ++part)
+            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority),
+                          ticket);
     } else if (operation.kind == Kind::Write && needs_seal(operation.transfer)) {
-        pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority));
+        pool_->submit([this, ticket] { run_seal(ticket); }, urgency(operation.priority), ticket);
     } else {
         send(operation);
     }
-}
-
-// Sends the parts that no thread has taken.
-void Engine::send_parts(const Operation& operation) {
-    const Ticket ticket = operation.ticket;
-    for (size_t part = 0; part < operation.parts.size(); ++part)
-        if (operation.parts[part])
-            pool_->submit([this, ticket, part] { run_compute(ticket, part); }, urgency(operation.priority));
 }
 
 void Engine::send(Operation& operation) {
@@ -249,19 +243,12 @@ Engine::Operation* Engine::begin(Ticket ticket) {
 
 // On a compute thread, without the mutex.
 void Engine::run_compute(Ticket ticket, size_t part) {
-    Work work;
-    Operation* operation;
-    {
-        std::lock_guard lock(mutex_);
-        operation = find(ticket);
-        if (operation) work = std::exchange(operation->parts[part], nullptr);
-        if (!work) return;  // cancelled, or taken when it was queued with another urgency
-        operation->state = State::Running;
-    }
+    Operation* operation = begin(ticket);
+    if (!operation) return;
     const uint64_t started = monotonic_ns();
     FailurePtr failure;
     try {
-        work();
+        operation->parts[part]();
     } catch (...) {
         failure = current_failure();
     }
@@ -333,7 +320,7 @@ void Engine::on_io(Ticket ticket, const IoResult& result) {
             stats_.read_bytes += moved;
             stats_.read_ns += result.service_ns;
             if (!result.failure && operation.transfer.crcs) {
-                pool_->submit([this, ticket] { run_verify(ticket); }, urgency(operation.priority));
+                pool_->submit([this, ticket] { run_verify(ticket); }, urgency(operation.priority), ticket);
                 return;
             }
             break;
@@ -487,8 +474,8 @@ void Engine::promote_locked(Ticket ticket) {
         if (!operation || operation->priority == Priority::Demand) continue;  // then so is what it waits for
         operation->priority = Priority::Demand;
         if (operation->in_backend) backend_->promote(operation->ticket);
+        else if (operation->state != State::Waiting) pool_->promote(operation->ticket);
         if (operation->kind == Kind::Hold && operation->state == State::Queued) hold_urgently(*operation);
-        if (operation->kind == Kind::Compute && operation->state != State::Waiting) send_parts(*operation);
         todo.insert(todo.end(), operation->after.begin(), operation->after.end());
     }
 }

@@ -145,7 +145,7 @@ private:
         std::vector<Ticket> dependents;
         Transfer transfer;           // Read, Write; for Sync and Punch the file, for Punch the offset
         uint64_t hole_bytes = 0;     // Punch
-        std::vector<Work> parts;     // Compute; empty once a thread has taken it
+        std::vector<Work> parts;     // Compute
         size_t unfinished = 0;       // parts
         uint64_t started_ns = 0;     // of the first part
         FailurePtr failure;          // of the first part that failed
@@ -170,7 +170,6 @@ private:
     Operation* find(Ticket ticket);
     void start(Operation& operation, Remains& remains);
     void send(Operation& operation);
-    void send_parts(const Operation& operation);
     void promote_locked(Ticket ticket);
     void hold_urgently(Operation& operation);
     bool cancel_locked(Operation& operation, const FailurePtr& failure, Remains& remains);
