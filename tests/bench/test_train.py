@@ -32,6 +32,29 @@ def once(function: Callable[..., object]) -> Callable[..., object]:
     return called
 
 
+def test_a_round_names_the_first_step_whose_loss_differs() -> None:
+    def steps(*losses: float) -> train.RoundSteps:
+        return train.RoundSteps(
+            step_s=[1.0] * 3,
+            losses=losses,
+            cpu_s=1.0,
+            stall_s_by_cause={},
+            peak_resident_bytes=1,
+            read_bytes=1,
+            written_bytes=1,
+            wasted_prefetch_bytes=0,
+            hits=1,
+            misses=1,
+            part_s={},
+        )
+
+    rounds = train._Rounds(opened={}, tiered=[steps(3.0, 2.0, 1.0)], in_ram=[steps(3.0, 2.0, 1.0)])
+    assert rounds.progress == "tiered 1.000 s, in_ram 1.000 s"
+    rounds.tiered.append(steps(3.0, 2.6399169, 1.5))
+    rounds.in_ram.append(steps(3.0, 2.6399171, 1.0))
+    assert rounds.progress.endswith(", step 2 differs: loss 2.6399169, in RAM 2.6399171")
+
+
 @pytest.mark.slow
 def test_in_ram_and_tiered(
     tmp_path: Path, small: list[str], tiny_bench: TinyBench, monkeypatch: pytest.MonkeyPatch

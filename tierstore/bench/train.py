@@ -200,6 +200,12 @@ class _Rounds:
         parts = [f"{name} {_medians(steps)[-1]:.3f} s" for name, steps in runs if steps]
         if self.disk_bytes_per_s:
             parts.append(f"disk {self.disk_bytes_per_s[-1] / 1e9:.2f} GB/s")
+        if self.in_ram:
+            losses = zip(self.tiered[-1].losses, self.in_ram[-1].losses, strict=True)
+            differing = (
+                f"step {i} differs: loss {a!r}, in RAM {b!r}" for i, (a, b) in enumerate(losses, 1) if a != b
+            )
+            parts += [*differing][:1]
         return ", ".join(parts)
 
 
