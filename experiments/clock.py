@@ -126,7 +126,8 @@ def timed(nodes: Sequence[Node], on: Machine) -> Run[Timed]:
     last: list[int] = []
     needed: dict[int, int] = {}  # by node, the first one that follows it
     for index, node in enumerate(nodes):
-        needed.update((before, index) for before in node.after if before not in needed)
+        for before in node.after:
+            needed.setdefault(before, index)
     for index, node in enumerate(nodes):
         after = tuple(last[before] for before in node.after)
         waits = after if node.stream == HOST else ()

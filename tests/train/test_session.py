@@ -206,9 +206,8 @@ def test_slots_of_gradients(
 def test_host_memory_that_the_cache_cannot_use_keeps_gradients(configure: Make) -> None:
     """A record has a frame of 8 KiB for its weights and one for each moment; of 24 gradients, as many as have room."""
     page = 8192
-    full = (
-        least_host_budget(configure({}), DeviceKind.CUDA) + 2 * page + 24 * 3 * page
-    )  # three gradient slots, not one
+    # Three gradient slots instead of one, and all records.
+    full = least_host_budget(configure({}), DeviceKind.CUDA) + 2 * page + 24 * 3 * page
 
     def spare(
         nbytes: int,

@@ -555,7 +555,7 @@ class _ExpertOpening:
         self, budget: DeviceSlots[ComputeDtype], key: Callable[[int, int], str], predictor: Predictor
     ) -> FrozenExperts:
         """The records ``key`` in a device tier of their own with the slots of ``budget``."""
-        slots = DeviceSlots(budget.numel, budget.compute.torch, budget.weights, 0, budget.quantized)
+        slots = budget.computing(budget.compute.torch)
         loads = WeightLoads.COPIED if self.copied else WeightLoads.IN_PLACE
         pinning, engine, device = self.config.pinned_memory, self.store.engine, self.mesh.device
         opened = open_device_tier(engine, slots, device, HugePages.AUTO, loads, pinning, self.timeline)

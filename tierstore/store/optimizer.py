@@ -119,20 +119,6 @@ class RecordOptimizer:
         priority: Priority = Priority.DEMAND,
     ) -> int:
         moments = live.schema.moments
-        if moments is MomentFormat.FP32:
-            *weights, exp_avg, exp_avg_sq = sections
-            return self._engine.adamw(
-                weights,
-                exp_avg,
-                exp_avg_sq,
-                gradient,
-                rows,
-                scale,
-                squares=squares,
-                index=live.number,
-                after=after,
-                priority=priority,
-            )
         ends = len(sections) - (2 if moments is MomentFormat.INT8 else 0)
         *weights, exp_avg, exp_avg_sq = sections[:ends]
         return self._engine.adamw(
@@ -144,7 +130,7 @@ class RecordOptimizer:
             scale,
             moments=_native.MomentFormat[moments.name],
             scales=sections[ends:],
-            record_hash=record_hash(live.key),
+            record_hash=0 if moments is MomentFormat.FP32 else record_hash(live.key),
             last_step=reached,
             squares=squares,
             index=live.number,

@@ -42,6 +42,7 @@ class ElementType(Protocol):
 
 
 E = TypeVar("E", bound=ElementType)
+F = TypeVar("F", bound=ElementType)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class DeviceSlots(Generic[E]):
     quantized: QuantizedLayout | None = None
     gradient: SlotGradient = SlotGradient.SUM
     spare: int = 0
+
+    def computing(self, compute: F) -> DeviceSlots[F]:
+        """The same slots with another description of the compute type, such as torch's."""
+        return DeviceSlots(**{**vars(self), "compute": compute})
 
     @property
     def weight_content_bytes(self) -> int:

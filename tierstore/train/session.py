@@ -22,7 +22,7 @@ from tierstore.dense.gates import PassListener
 from tierstore.dense.parameters import DividedParameters, Units, load_frozen
 from tierstore.errors import ConfigError
 from tierstore.machine import MemoryAccount, cores, require_space, return_freed_memory
-from tierstore.model.config import CheckpointActivations
+from tierstore.model.config import CheckpointActivations, ComputeDtype
 from tierstore.model.interface import Model
 from tierstore.model.store_schema import EXPERT_SCHEMA, PAIR_SCHEMA, TrainState, expert_key, pair_key
 from tierstore.model.transformer import Transformer
@@ -426,9 +426,10 @@ def _open_experts(
     loads = WeightLoads.IN_PLACE if in_place else WeightLoads.COPIED
     stack.enter_context(pinned(store.arena, mesh.device, config.pinned_memory))
 
-    def open_tier(slots: DeviceSlots[torch.dtype]) -> DeviceTier:
+    def open_tier(slots: DeviceSlots[ComputeDtype]) -> DeviceTier:
+        own, pinning = slots.computing(slots.compute.torch), config.pinned_memory
         tier = open_device_tier(
-            store.engine, slots, mesh.device, HugePages.AUTO, loads, config.pinned_memory, setup.timeline
+            store.engine, own, mesh.device, HugePages.AUTO, loads, pinning, setup.timeline
         )
         stack.callback(tier.close)
         return limited_tier(tier, store.engine, link)
@@ -448,12 +449,7 @@ def _open_experts(
             replicas=mesh.replica,
         )
 
-    compute = config.model.compute_dtype.torch
-    tier = open_tier(
-        DeviceSlots(
-            slots.numel, compute, slots.weights, slots.gradients, slots.quantized, slots.gradient, slots.spare
-        )
-    )
+    tier = open_tier(slots)
     if not config.lora.enabled:
         return trained(tier, expert_key)
     frozen = FrozenExperts(
@@ -467,6 +463,6 @@ def _open_experts(
     pairs = setup.budgets.pairs
     if pairs is None:
         return frozen
-    tier = open_tier(DeviceSlots(pairs.numel, torch.float32, pairs.weights, pairs.gradients))
+    tier = open_tier(pairs)
     shape = PairShape.of(config.model.expert_shape, config.lora)
     return LoraExperts(frozen, trained(tier, pair_key), shape, device=mesh.device)
