@@ -1243,6 +1243,7 @@ class Residency:
         layer_quotas: Sequence[int] = [],
         group_order: GroupOrder = GroupOrder.RESIDENT_FIRST,
         clock: StepClock = StepClock.STEPS,
+        parts: int = 1,
     ) -> None: ...
     def observe(self, observer: ResidencyObserver | None) -> None:
         """
@@ -1402,6 +1403,8 @@ class Residency:
     def layer_quotas(self) -> list[int]: ...
     @property
     def group_order(self) -> GroupOrder: ...
+    @property
+    def parts(self) -> int: ...
     @property
     def policy(self) -> str: ...
     @property

@@ -215,13 +215,15 @@ follows, with nothing changed.)")
             "__init__",
             [](Residency* self, std::uint64_t capacity, const std::string& policy,
                const PolicyOptions& options, Scope scope, std::uint64_t lookahead,
-               const std::vector<std::uint64_t>& quotas, GroupOrder order, StepClock clock) {
+               const std::vector<std::uint64_t>& quotas, GroupOrder order, StepClock clock,
+               std::uint32_t parts) {
                 new (self) Residency(ResidencyOptions{.capacity_frames = capacity,
                                                       .lookahead_frames = lookahead,
                                                       .scope = scope,
                                                       .layer_quotas = quotas,
                                                       .order = order,
                                                       .clock = clock,
+                                                      .parts = parts,
                                                       .policy = policy,
                                                       .policy_options = options,
                                                       .make = &make_any_policy});
@@ -229,7 +231,7 @@ follows, with nothing changed.)")
             "capacity_frames"_a, nb::kw_only(), "policy"_a = "lfu-decay",
             "policy_options"_a = PolicyOptions{}, "scope"_a = Scope::GLOBAL, "lookahead_frames"_a = 0,
             "layer_quotas"_a = std::vector<std::uint64_t>{}, "group_order"_a = GroupOrder::RESIDENT_FIRST,
-            "clock"_a = StepClock::STEPS)
+            "clock"_a = StepClock::STEPS, "parts"_a = 1)
         .def(
             "observe", &Residency::observe, "observer"_a.none(),
             "From now on ``observer`` receives the core's calls; None: no observer. Call it before there are "
@@ -357,6 +359,7 @@ follows, with nothing changed.)")
         .def_prop_ro("scope", [](const Residency& self) { return self.options().scope; })
         .def_prop_ro("layer_quotas", [](const Residency& self) { return self.options().layer_quotas; })
         .def_prop_ro("group_order", [](const Residency& self) { return self.options().order; })
+        .def_prop_ro("parts", [](const Residency& self) { return self.options().parts; })
         .def_prop_ro("policy", [](const Residency& self) { return self.options().policy; })
         .def_prop_ro("policy_options", [](const Residency& self) { return self.options().policy_options; })
         .def_prop_ro("record_count", &Residency::record_count)

@@ -34,6 +34,7 @@ Residency::Residency(const ResidencyOptions& options) : options_(options) {
                                     " frames is more than the capacity of " +
                                     std::to_string(options.capacity_frames));
     }
+    if (options.parts == 0) throw std::invalid_argument("parts must be at least 1");
     domains_.resize(by_layer ? options.layer_quotas.size() : 1);
     for (std::size_t i = 0; i < domains_.size(); ++i) {
         Domain& domain = domains_[i];
@@ -166,7 +167,7 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
     std::iota(unit_at_.begin(), unit_at_.end(), 0u);
     place_of_ = unit_at_;
     access_layer_ = layer;
-    split(domain_for(layer));
+    split(domain_for(layer), phase);
     unit_ended_.assign(records.size(), 0);
     groups_begun_ = 0;
     access_open_ = !records_.empty();
@@ -182,7 +183,7 @@ const std::vector<std::uint32_t>& Residency::begin_access(Phase phase, std::uint
     return bounds_;
 }
 
-void Residency::split(Domain& domain) {
+void Residency::split(Domain& domain, Phase phase) {
     // What is pinned already, by this access's entries too, stays so through all of its groups: a group adds
     // the frames of the rest.
     const auto added = [&](std::size_t place) {
@@ -203,6 +204,9 @@ void Residency::split(Domain& domain) {
     if (records_.size() > 1) {
         room = std::max(largest, room > domain.lookahead ? room - domain.lookahead : 0);
     }
+    const bool changes = std::any_of(units_.begin(), units_.end(),
+                                     [](std::uint16_t unit) { return bits(unit, kDirtyShift) != 0; });
+    if (changes && phase != Phase::USER) room = std::min(room, domain.limit / options_.parts);
     if (total > room && options_.order == GroupOrder::RESIDENT_FIRST) serve_residents_first();
     bounds_.assign(1, 0);
     std::uint64_t filled = 0;

@@ -20,7 +20,8 @@
 //
 // An access is one atomic event: the records that one layer needs at one moment. None of its entries evicts another.
 // If it does not fit, it is split into the largest groups that do, each atomic: residents first, so that no group
-// evicts what a later one needs.
+// evicts what a later one needs. A pass that changes records takes smaller groups (`parts`): the moments that it is done
+// with can leave while the rest of its layer is computed, and need no room beside them.
 #pragma once
 
 #include <array>
@@ -116,6 +117,9 @@ struct ResidencyOptions {
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, in sum at most the capacity
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
     StepClock clock = StepClock::STEPS;
+    // A group of an access that changes records takes at most this fraction of the capacity or quota (1 / parts), or
+    // one record. Not with Phase::USER: a user may pin all that the access brings.
+    std::uint32_t parts = 1;
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;
     PolicyFactory make = &make_policy;
@@ -229,7 +233,7 @@ private:
     void check_entry(EntryId entry) const;
     void check_units(std::uint32_t layer, std::span<const std::uint32_t> records,
                      std::span<const std::uint16_t> flags, Check check) const;
-    void split(Domain& domain);
+    void split(Domain& domain, Phase phase);
     void serve_residents_first();
     bool in_open_group(std::uint32_t unit) const {
         return group_open_ && unit < place_of_.size() && place_of_[unit] >= bounds_[groups_begun_ - 1] &&

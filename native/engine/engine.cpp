@@ -1,6 +1,7 @@
 #include "native/engine/engine.hpp"
 
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +23,16 @@ Urgency urgency(Priority priority) {
     }
 }
 
+// How much nicer compute threads are than others. The threads of one product wait for each other, so each that waits for
+// a processor stops them all: a step of a model of 1.3 billion parameters in memory, on two processors, took 1.13 times
+// its processor time, 1.10 with 5, 1.09 with 10. With 5 they still have a quarter of a processor beside another program.
+constexpr int kNicer = 5;
+
+void start_compute_thread() {
+    flush_subnormals();
+    setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + kNicer);  // on Linux: of this thread
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) : failed_(options.failures) {
@@ -32,7 +43,7 @@ Engine::Engine(const EngineOptions& options) : failed_(options.failures) {
     backend_name_ = made.name;
     backend_reason_ = std::move(made.reason);
     if (log_) backend_ = make_recording_backend(std::move(backend_), log_);
-    pool_ = std::make_unique<WorkerPool>(options.compute_threads, flush_subnormals);
+    pool_ = std::make_unique<WorkerPool>(options.compute_threads, start_compute_thread);
     event_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (event_fd_ < 0) throw SyscallError(errno, "eventfd");
 }

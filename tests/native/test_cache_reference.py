@@ -16,13 +16,14 @@ from tierstore import _native
 from tierstore._native import Decision as D
 
 WEIGHTS, MOMENTS, GRADIENTS = 0, 1, 2
+USER = 4  # the phase
 
 
 class Naive:
     """The contract of Residency, written for reading."""
 
-    def __init__(self, capacity, make_policy, lookahead, quotas, residents_first):
-        self.residents_first = residents_first
+    def __init__(self, capacity, make_policy, lookahead, quotas, residents_first, parts):
+        self.residents_first, self.parts = residents_first, parts
         self.quotas = quotas or [capacity]
         self.by_layer = bool(quotas)
         self.lookahead = lookahead
@@ -124,6 +125,8 @@ class Naive:
             return None
         if len(units) > 1:
             room = max(max(adds), room - self.lookahead // len(self.quotas))
+        if phase != USER and any(flags >> 3 & 7 for _, flags in units):
+            room = min(room, self.limits[d] // self.parts)
         groups, total = [], 0
         for i in self.served(units) if sum(adds) > room else range(len(units)):
             if groups and total + adds[i] <= room:
@@ -297,6 +300,7 @@ def test_every_decision_is_the_naive_one(data):
     lookahead = draw(st.integers(0, capacity // 2))
     quotas = [capacity] * layers if by_layer else []
     residents_first = draw(st.sampled_from([True, True, False]))
+    parts = draw(st.sampled_from([1, 2, 5]))
     total = capacity * layers if by_layer else capacity
     core = _native.Residency(
         total,
@@ -306,9 +310,10 @@ def test_every_decision_is_the_naive_one(data):
         lookahead_frames=lookahead,
         layer_quotas=quotas,
         group_order=_native.GroupOrder.RESIDENT_FIRST if residents_first else _native.GroupOrder.KEY,
+        parts=parts,
     )
     naive = Naive(
-        total, lambda size, frames: kind(size, frames, **options), lookahead, quotas, residents_first
+        total, lambda size, frames: kind(size, frames, **options), lookahead, quotas, residents_first, parts
     )
     count = 5 * layers
     for record in range(count):

@@ -10,6 +10,8 @@ from tierstore._native import Scope
 
 NEED_W = 1
 NEED_ALL = 7
+CHANGE_W = NEED_W | NEED_W << 3
+FORWARD, BACKWARD, USER = 1, 2, 4
 NO_ONE = np.zeros(0, np.uint32)
 
 
@@ -94,6 +96,28 @@ def test_records_are_served_in_the_order_given() -> None:
     assert fetched == [[3, 0, 2], [0], [2]]  # what is on hold is a hit
     with pytest.raises(ValueError, match="distinct"):
         core.begin_access(1, 0, *units([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("phase", "flags", "bounds"),
+    [
+        (FORWARD, NEED_W, [0, 5]),
+        (BACKWARD, NEED_W, [0, 5]),
+        (BACKWARD, CHANGE_W, [0, 2, 4, 5]),
+        (FORWARD, CHANGE_W, [0, 2, 4, 5]),  # steps of pending gradients
+        (USER, CHANGE_W, [0, 5]),  # may pin them all
+    ],
+)
+def test_a_pass_that_changes_records_takes_a_part_of_the_cache_at_a_time(phase, flags, bounds) -> None:
+    core = make(6, parts=3)
+    assert core.begin_access(phase, 0, *units([0, 1, 2, 4, 5], flags))[1].tolist() == bounds
+
+
+def test_a_part_is_at_least_a_record() -> None:
+    core = make(6, frames=(3, 0, 0), parts=3)
+    assert core.begin_access(BACKWARD, 0, *units([0, 1], CHANGE_W))[1].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="parts"):
+        make(6, parts=0)
 
 
 def test_what_is_resident_in_part_comes_between():

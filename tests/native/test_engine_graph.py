@@ -330,6 +330,23 @@ def test_idle_work_runs_when_there_is_no_other_the_last_first(make_engine: MakeE
     pytest.fail("the copies were over before all was queued")
 
 
+def test_compute_threads_let_other_threads_go_first(make_engine: MakeEngine) -> None:
+    make_engine(compute_threads=2)
+
+    def niceness() -> set[int]:
+        found = set()
+        for path in Path("/proc/self/task").glob("*/stat"):
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            if name == "tierstore-work":
+                found.add(int(rest.split()[16]))  # proc(5): field 19, the third being the first of the rest
+        return found
+
+    until = time.monotonic() + 10
+    while (found := niceness()) != {os.nice(0) + 5} and time.monotonic() < until:
+        time.sleep(0.01)
+    assert found == {os.nice(0) + 5}
+
+
 def test_finished_tickets_cost_no_memory(engine: native.Engine) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -58,7 +58,7 @@ def test_malformed_files_are_refused_where_they_are_wrong(small, tmp_path):
     refused(b"", "byte 0: expected a trace")
     refused(b"PK\x03\x04" + whole[4:], "byte 0: expected a trace")
     refused(whole[:12], "byte 8: expected the rest of the preamble")
-    refused(whole[:8] + b"\x01" + whole[9:], "byte 8: expected version 2 or 3 or 4 or 5 or 6, found 1")
+    refused(whole[:8] + b"\x01" + whole[9:], "byte 8: expected version 2 or 3 or 4 or 5 or 6 or 7, found 1")
     refused(whole[:8] + b"\x03" + whole[9:], "byte 8: expected version 2 .*, found 3")
     refused(whole[:16] + bytes(8) + whole[24:], "byte 16: .* not completed")
     refused(whole[:start], f"byte {start}: expected the description")

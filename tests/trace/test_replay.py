@@ -85,12 +85,13 @@ SETTINGS = [
     tangled=st.booleans(),
     order=st.sampled_from(GroupOrder),
     clock=st.sampled_from(StepClock),
+    parts=st.integers(1, 5),
 )
 def test_a_replay_decides_as_the_live_run_did(
-    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled, order, clock
+    tmp_path_factory, setting, seed, capacity, lookahead, by_layer, tangled, order, clock, parts
 ):
     path = tmp_path_factory.mktemp("trace") / "run.trace"
-    scope = {"group_order": order, "clock": clock}
+    scope = {"group_order": order, "clock": clock, "parts": parts}
     if by_layer:
         scope |= {"scope": Scope.LAYER, "layer_quotas": [capacity] * LAYERS}
         capacity *= LAYERS

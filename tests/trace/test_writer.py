@@ -117,7 +117,7 @@ def test_records_may_be_registered_at_any_time_of_a_recorded_run(tmp_path):
         store.commit()
         live = store.core.cache.residency.stats()
     header = load_trace(path).header
-    assert (header.version, len(header.records), header.late_records) == (3, 7, 6)
+    assert (header.version, len(header.records), header.late_records) == (7, 7, 6)
     assert live.evictions
     assert replay(path) == live
 
@@ -133,7 +133,7 @@ def test_an_opened_store_goes_on_numbering_its_steps(tmp_path):
         stepped(store, "e0")
         stepped(store, "e0")
     trace = load_trace(path)
-    assert trace.header.version == 2
+    assert (trace.header.version, trace.header.parts) == (7, 10)
     assert trace.steps[trace.kinds == TraceKind.ACCESS].tolist() == [3, 4]
     assert trace.steps[trace.kinds == TraceKind.END_STEP].tolist() == [4, 5]
 
@@ -189,7 +189,7 @@ def test_what_is_not_asked_for_any_more_decays_where_no_step_is_taken(shifting, 
         assert f"clock of lfu-decay: {clock}" in store.status().effective
     assert live.hits == naive.hits > 1700  # 900 of the first half alone, at most
     header = load_trace(path).header
-    assert (header.clock, header.version) == ("late_accesses" if late else "accesses", 5)
+    assert (header.clock, header.version) == ("late_accesses" if late else "accesses", 7)
     assert replay(path) == live
     # The lab counts so, too: each access is a step.
     requests = load_requests(path)
@@ -223,7 +223,7 @@ def test_a_store_that_takes_steps_counts_steps_alone(shifting, tmp_path):
         store.update({}, lr=1e-3)
         for number in range(100):
             store.fetch([f"e{number % 36:02}"]).release()
-    assert (load_trace(path).header.clock, load_trace(path).header.version) == ("steps", 2)
+    assert (load_trace(path).header.clock, load_trace(path).header.version) == ("steps", 7)
 
 
 def test_an_older_trace_of_fetches_replays_by_its_own_clock(shifting, tmp_path):
@@ -234,7 +234,7 @@ def test_an_older_trace_of_fetches_replays_by_its_own_clock(shifting, tmp_path):
             store.fetch([f"e{number:02}"]).release()
         live = store.core.cache.residency.stats()
     trace, naive = load_trace(path), Decayed(20)
-    with TraceWriter(tmp_path / "old.trace", replace(trace.header, clock="steps")) as writer:
+    with TraceWriter(tmp_path / "old.trace", replace(trace.header, clock="steps", parts=1)) as writer:
         writer.extend(trace)
     for number in [*range(18)] * 50 + [*range(18, 36)] * 50:
         naive.request(number)

@@ -104,7 +104,7 @@ def read_summary(file: BinaryIO) -> TraceSummary:
         raise _refuse(file, start + DESCRIPTION.size, "a header", f"malformed JSON ({error})") from error
     if header.version != version:
         raise _refuse(
-            file, 8, f"version {header.version} (by its clock, notes and the records added late)", version
+            file, 8, f"version {header.version} (by its parts, clock, notes and records added late)", version
         )
     file.seek(PREAMBLE.size)
     return TraceSummary(header, events, units, sha256.hex())
@@ -392,4 +392,5 @@ def _header(residency: Residency) -> TraceHeader:
         group_order=residency.group_order.name.lower().replace("_", "-"),
         policy=residency.policy,
         policy_options=residency.policy_options,
+        parts=residency.parts,
     )

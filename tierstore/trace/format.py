@@ -195,7 +195,7 @@ def _merged(runs: NDArray[np.void]) -> NDArray[np.void]:
 MAGIC = b"tsrtrace"
 #: Version 3 adds records added after the first event, 4 adds notes, 5 adds accesses that count as steps, 6
 #: adds KEEP and RELEASE of a device's slots.
-VERSIONS = (2, 3, 4, 5, 6)
+VERSIONS = (2, 3, 4, 5, 6, 7)
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
 DESCRIPTION = struct.Struct(
@@ -250,7 +250,8 @@ class TraceHeader:
     An imported or generated trace has a core in which everything fits. ``origin`` describes the source of the trace.
     ``records`` is converted to a RecordTable; its last ``late_records`` were added after the first event, each by an
     ADD. ``notes`` describe decisions made outside the core, and when. ``clock`` is the policy's notion of a step: the
-    name of a ``StepClock``, in lower case.
+    name of a ``StepClock``, in lower case. ``parts``: an access that changes records takes at most the capacity over
+    ``parts`` at a time.
     """
 
     capacity_frames: int
@@ -265,6 +266,7 @@ class TraceHeader:
     late_records: int = 0
     notes: tuple[str, ...] = ()
     clock: str = "steps"
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.clock.upper() not in StepClock.__members__:
@@ -278,6 +280,8 @@ class TraceHeader:
     @property
     def version(self) -> int:
         """The file's version: the oldest that can hold this header."""
+        if self.parts != 1:
+            return VERSIONS[5]
         if self.of_slots:
             return VERSIONS[4]
         return VERSIONS[3 if self.clock != "steps" else 2 if self.notes else self.late_records > 0]
@@ -301,7 +305,7 @@ class TraceHeader:
         """The header as JSON, without its records."""
         plain = {name: value for name, value in vars(self).items() if name != "records"}
         plain["policy_options"] = dict(self.policy_options)
-        for name, usual in (("late_records", 0), ("notes", ()), ("clock", "steps")):
+        for name, usual in (("late_records", 0), ("notes", ()), ("clock", "steps"), ("parts", 1)):
             if plain[name] == usual:
                 del plain[name]
         return json.dumps(plain, separators=(",", ":"), sort_keys=True)

@@ -57,6 +57,7 @@ def make_replay(header: TraceHeader) -> tuple[Residency, Replay]:
             layer_quotas=list(header.layer_quotas),
             group_order=GroupOrder[header.group_order.upper().replace("-", "_")],
             clock=StepClock[header.clock.upper()],
+            parts=header.parts,
         )
         table, first_late = header.table, len(header.records) - header.late_records
         for record in islice(table, first_late):
