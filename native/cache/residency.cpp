@@ -206,7 +206,8 @@ void Residency::split(Domain& domain, Phase phase) {
     }
     const bool changes = std::any_of(units_.begin(), units_.end(),
                                      [](std::uint16_t unit) { return bits(unit, kDirtyShift) != 0; });
-    if (changes && phase != Phase::USER) room = std::min(room, domain.limit / options_.parts);
+    const bool pass = phase == Phase::FORWARD || phase == Phase::BACKWARD;
+    if (changes && pass) room = std::min(room, domain.limit / options_.parts);
     if (total > room && options_.order == GroupOrder::RESIDENT_FIRST) serve_residents_first();
     bounds_.assign(1, 0);
     std::uint64_t filled = 0;

@@ -117,8 +117,8 @@ struct ResidencyOptions {
     std::vector<std::uint64_t> layer_quotas;  // with LAYER: frames of each layer, in sum at most the capacity
     GroupOrder order = GroupOrder::RESIDENT_FIRST;
     StepClock clock = StepClock::STEPS;
-    // A group of an access that changes records takes at most this fraction of the capacity or quota (1 / parts), or
-    // one record. Not with Phase::USER: a user may pin all that the access brings.
+    // A group of a pass (Phase::FORWARD, BACKWARD) that changes records takes at most this fraction of the capacity or
+    // quota (1 / parts), or one record.
     std::uint32_t parts = 1;
     std::string policy = "lfu-decay";
     PolicyOptions policy_options;

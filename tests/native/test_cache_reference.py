@@ -16,7 +16,7 @@ from tierstore import _native
 from tierstore._native import Decision as D
 
 WEIGHTS, MOMENTS, GRADIENTS = 0, 1, 2
-USER = 4  # the phase
+FORWARD, BACKWARD = 1, 2  # phases
 
 
 class Naive:
@@ -125,7 +125,7 @@ class Naive:
             return None
         if len(units) > 1:
             room = max(max(adds), room - self.lookahead // len(self.quotas))
-        if phase != USER and any(flags >> 3 & 7 for _, flags in units):
+        if phase in (FORWARD, BACKWARD) and any(flags >> 3 & 7 for _, flags in units):
             room = min(room, self.limits[d] // self.parts)
         groups, total = [], 0
         for i in self.served(units) if sum(adds) > room else range(len(units)):

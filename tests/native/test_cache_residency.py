@@ -11,7 +11,7 @@ from tierstore._native import Scope
 NEED_W = 1
 NEED_ALL = 7
 CHANGE_W = NEED_W | NEED_W << 3
-FORWARD, BACKWARD, USER = 1, 2, 4
+FORWARD, BACKWARD, OPTIMIZER, USER = 1, 2, 3, 4
 NO_ONE = np.zeros(0, np.uint32)
 
 
@@ -105,6 +105,7 @@ def test_records_are_served_in_the_order_given() -> None:
         (BACKWARD, NEED_W, [0, 5]),
         (BACKWARD, CHANGE_W, [0, 2, 4, 5]),
         (FORWARD, CHANGE_W, [0, 2, 4, 5]),  # steps of pending gradients
+        (OPTIMIZER, CHANGE_W, [0, 5]),  # no pass, and a user's update must be whole
         (USER, CHANGE_W, [0, 5]),  # may pin them all
     ],
 )

@@ -42,7 +42,7 @@ _LAYER = {"data.micro_batches": 2, "data.micro_order": "layer"}
 _TIGHT = {"host_budget": 200_000, "model.experts": 8}
 #: All records fit, and no memory is left for spare buffers.
 _NO_SPARE = {"host_budget": 320_000}
-#: Experts are read in every pass, and no read has finished when the copy that needs it is queued.
+#: Experts are read in every pass, and no read has finished when what needs it is queued.
 _SLOW_READS = _TIGHT | {"links.disk.latency": 0.01}
 _GUARDED = "            self.walk.wait(guards, layer, Tier.HOST, Cause.OPTIMIZER)\n"
 
@@ -218,7 +218,7 @@ MUTANTS = [
         _CACHE,
         "return [state.ready, *state.readers] if state.ready else list(state.readers)",
         "return []",
-        _TIGHT | _MICRO,
+        _SLOW_READS | _MICRO,
     ),
     # Dense slices and block inputs on the host.
     Mutant(

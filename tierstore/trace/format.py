@@ -250,7 +250,7 @@ class TraceHeader:
     An imported or generated trace has a core in which everything fits. ``origin`` describes the source of the trace.
     ``records`` is converted to a RecordTable; its last ``late_records`` were added after the first event, each by an
     ADD. ``notes`` describe decisions made outside the core, and when. ``clock`` is the policy's notion of a step: the
-    name of a ``StepClock``, in lower case. ``parts``: an access that changes records takes at most the capacity over
+    name of a ``StepClock``, in lower case. ``parts``: a pass that changes records takes at most the capacity over
     ``parts`` at a time.
     """
 
