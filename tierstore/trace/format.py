@@ -194,7 +194,7 @@ def _merged(runs: NDArray[np.void]) -> NDArray[np.void]:
 
 MAGIC = b"tsrtrace"
 #: Version 3 adds records added after the first event, 4 adds notes, 5 adds accesses that count as steps, 6
-#: adds KEEP and RELEASE of a device's slots.
+#: adds KEEP and RELEASE of a device's slots, 7 adds passes that take a part of the cache at a time.
 VERSIONS = (2, 3, 4, 5, 6, 7)
 PREAMBLE = struct.Struct("<8sIIQ")  # magic, version, 0, byte of the description (0: not completed)
 CHUNK = struct.Struct("<4sIIIIBBH")  # tag, events, units, bytes, crc32, coding, constant columns, 0
